@@ -1,0 +1,162 @@
+"""The configuration of a split federated run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainingArguments
+
+from .methods import Method, make_method
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "partition": ("iid", "dirichlet", "column"),
+    "dropout": ("synced", "off"),
+    "head": ("full", "lora", "frozen"),
+}
+
+
+@dataclass
+class SplitFedConfig(TrainingArguments):
+    r"""Arguments of [`SplitFedTrainer`]: those of the federation, and every argument of `TrainingArguments`.
+
+    A Trainer step is one communication round, so `logging_steps`, `eval_steps` and `save_steps` count rounds, and
+    `max_steps` is `num_rounds`. The defaults are those of the paper. These differ from `TrainingArguments`:
+    `per_device_train_batch_size` 32, `learning_rate` 5e-4 (of the local updates), `lr_scheduler_type` "constant",
+    `max_grad_norm` 0 (no clipping), `logging_steps` 1, `save_steps` 10, `report_to` "none".
+    """
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "method_kwargs"]
+
+    # --- Method ---
+    method: str = field(default="coef_j", metadata={"help": "Training method; `METHODS` lists them."})
+    method_kwargs: dict | str | None = field(
+        default=None, metadata={"help": 'Options of the method, e.g. {"num_projections": 1}.'}
+    )
+    warmup_rounds: int = field(default=3, metadata={"help": "First rounds, which run vanilla SFL whatever the method."})
+
+    # --- Split ---
+    cut: int = field(default=2, metadata={"help": "Number of blocks on the client, from the first one on."})
+    blocks: str | None = field(
+        default=None, metadata={"help": "Dotted path of the list of blocks, where it is not found by itself."}
+    )
+    dropout: str = field(
+        default="synced",
+        metadata={"help": "synced: every pass over a batch in a round draws the same masks; off: no dropout."},
+    )
+
+    # --- What is trained ---
+    full_finetuning: bool = field(
+        default=False, metadata={"help": "Train every weight of the model instead of a LoRA adapter."}
+    )
+    head: str | None = field(
+        default=None,
+        metadata={
+            "help": "Task head beside LoRA: full, lora or frozen. Default: full for a task's own head, frozen for the "
+            "output embeddings of a language model."
+        },
+    )
+
+    # --- Federation ---
+    num_clients: int | None = field(
+        default=None,
+        metadata={"help": "Number of clients. Default: 50; given by the data for partition='column' and client lists."},
+    )
+    participation: float = field(default=0.1, metadata={"help": "Share of the clients that a round samples."})
+    num_rounds: int = field(default=100, metadata={"help": "Number of communication rounds."})
+    local_epochs: int = field(default=1, metadata={"help": "Epochs of local updates in a round."})
+
+    # --- Partition of a single dataset ---
+    partition: str = field(default="iid", metadata={"help": "iid, dirichlet (label skew) or column (a client a value)."})
+    partition_column: str | None = field(
+        default=None, metadata={"help": "Column to skew or to split by. Default: labels or label."}
+    )
+    dirichlet_alpha: float = field(default=0.5, metadata={"help": "Concentration; smaller is more skewed."})
+    min_client_samples: int = field(default=1, metadata={"help": "Fewest samples a client may get by dirichlet."})
+
+    # --- TrainingArguments with other defaults ---
+    per_device_train_batch_size: int = field(default=32, metadata={"help": "Batch size of the local updates."})
+    learning_rate: float = field(default=5e-4, metadata={"help": "Learning rate of the local updates."})
+    lr_scheduler_type: str = field(default="constant", metadata={"help": "Schedule of the learning rate over rounds."})
+    max_grad_norm: float = field(default=0.0, metadata={"help": "Clip each side's gradient norm; 0 does not clip."})
+    logging_steps: float = field(default=1, metadata={"help": "Rounds between logs."})
+    save_steps: float = field(default=10, metadata={"help": "Rounds between checkpoints."})
+    report_to: None | str | list[str] = field(default="none", metadata={"help": "Where logs are reported to."})
+
+    def __post_init__(self) -> None:
+        """Check the federation's arguments before anything is built."""
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed and not (name == "head" and value is None):
+                raise ValueError(f"{name}={value!r} is not allowed. Choose one of: {', '.join(allowed)}.")
+        for name, least in (("cut", 1), ("num_rounds", 1), ("local_epochs", 1), ("warmup_rounds", 0)):
+            _at_least(name, getattr(self, name), least)
+        _at_least("min_client_samples", self.min_client_samples, 1)
+        _at_least("per_device_train_batch_size", self.per_device_train_batch_size, 1)
+        if self.num_clients is not None:
+            _at_least("num_clients", self.num_clients, 1)
+        if not 0 < self.participation <= 1:
+            raise ValueError(
+                f"participation={self.participation} selects nobody or more than everybody. Give the share of clients "
+                "of a round, above 0 and at most 1 (at least one client is always sampled)."
+            )
+        if not (self.dirichlet_alpha > 0 and math.isfinite(self.dirichlet_alpha)):
+            raise ValueError(f"dirichlet_alpha={self.dirichlet_alpha} must be a finite number above 0.")
+        if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
+            raise ValueError(f"learning_rate={self.learning_rate} must be a finite number above 0.")
+        self._refuse_unsupported()
+        if self.max_steps > 0 and self.max_steps != self.num_rounds:
+            raise ValueError(
+                f"max_steps={self.max_steps} disagrees with num_rounds={self.num_rounds}. A step is a round: set only "
+                "num_rounds."
+            )
+        self.max_steps = self.num_rounds
+        super().__post_init__()
+        if self.mixed_precision == "fp16":  # by the launcher's environment
+            raise ValueError("Mixed precision fp16 does not work: local optimizers run without loss scaling; use bf16.")
+        if self.gradient_checkpointing:
+            # Feedback is taken with autograd.grad, which the reentrant kind does not support.
+            self.gradient_checkpointing_kwargs = {**(self.gradient_checkpointing_kwargs or {}), "use_reentrant": False}
+        self.make_method()
+
+    def _refuse_unsupported(self) -> None:
+        reasons = {
+            "gradient_accumulation_steps": (1, "a step is a whole round; choose the batch size of the local updates"),
+            "label_smoothing_factor": (0.0, "the loss is the model's own, computed in the server half"),
+            "neftune_noise_alpha": (None, "noise on the embeddings would make the displacement meaningless"),
+            "auto_find_batch_size": (False, "the batch size is part of the protocol"),
+            "fp16": (False, "local optimizers run without loss scaling; use bf16"),
+            "torch_compile": (False, "the two halves are not compiled yet"),
+            "deepspeed": (None, "each process holds the whole model and its own clients"),
+        }
+        for name, (allowed, reason) in reasons.items():
+            if getattr(self, name) != allowed:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} does not work with split federated training: {reason}. "
+                    f"Leave it at {allowed!r}."
+                )
+        if self.fsdp:
+            raise ValueError(
+                f"fsdp={self.fsdp!r} does not work with split federated training: each process holds the whole model "
+                "and its own clients. Leave it out."
+            )
+        for name in ("logging_strategy", "eval_strategy", "save_strategy"):
+            if str(getattr(self, name)).endswith(("epoch", "EPOCH")):
+                raise ValueError(f"{name}='epoch': there are no epochs over rounds. Use 'steps' and count rounds.")
+        if self.dropout == "off" and self.gradient_checkpointing:
+            raise ValueError(
+                "dropout='off' runs the model in eval mode, where gradient checkpointing is inactive. Use "
+                "dropout='synced', or set the model's dropout probabilities to 0."
+            )
+    def make_method(self, round_index: int | None = None) -> Method:
+        """Return the method of the run, or vanilla SFL while `round_index` is a warm-up round."""
+        if round_index is not None and round_index < self.warmup_rounds:
+            return make_method("vanilla")
+        assert not isinstance(self.method_kwargs, str)
+        return make_method(self.method, self.method_kwargs)
+
+
+def _at_least(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")

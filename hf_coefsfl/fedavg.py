@@ -1,0 +1,41 @@
+"""Federated averaging, in an order that no number of processes can change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast
+from torch import Tensor
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the tensors as one float32 vector."""
+    return torch.cat([t.detach().reshape(-1).float() for t in tensors])
+
+
+@torch.no_grad()
+def unflatten_(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    """Copy a vector made by `flatten` back into the tensors."""
+    for t, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        t.copy_(part.view_as(t))
+
+
+def federated_average(
+    mine: Mapping[int, Tensor], clients: Sequence[int], weights: Sequence[float], length: int, accelerator: Accelerator
+) -> Tensor:
+    """Return Σₖ wₖ vₖ / Σₖ wₖ over the vectors vₖ (of `length` entries) of all clients of a round.
+
+    `mine` holds the vectors of the clients that this process trained; `clients[i]` was trained by
+    process i mod N. The sum runs in client order, one client at a time: floating-point addition
+    is not associative, so only a fixed order gives the same bits for one process and for many.
+    """
+    total = sum(weights)
+    mean = torch.zeros(length, device=accelerator.device)
+    for position, (client, weight) in enumerate(zip(clients, weights, strict=True)):
+        vector = mine[client] if client in mine else torch.empty(length, device=accelerator.device)
+        if accelerator.num_processes > 1:
+            vector = broadcast(vector, from_process=position % accelerator.num_processes)
+        mean += vector * (weight / total)
+    return mean

@@ -1,0 +1,119 @@
+"""What a round reports: losses, displacement, what crossed the cut, seconds on each side."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from .links import LocalLink, Meter
+from .sides import Observations, ServerSide
+
+# Over several rounds these add up; the others are averaged.
+SUMMED = ("bytes_up", "bytes_down", "transfers", "client_seconds", "server_seconds")
+
+
+@dataclass(frozen=True)
+class ClientReport:
+    """One client's round, in plain numbers."""
+
+    num_samples: int
+    server_loss: float
+    client_loss: float
+    displacement_norm: float
+    correction_ratio: float
+    meter: Meter
+    client_seconds: float
+    server_seconds: float
+    failed_side: str | None = None  # the side on which NaN or infinity came up first
+
+    @classmethod
+    def of(cls, link: LocalLink, server: ServerSide, seconds: float, num_samples: int) -> ClientReport:
+        """Report on a finished round that took `seconds` on both sides together."""
+        client, seen = link.client.observed, server.observed
+        server_loss = seen.mean("loss")
+        return cls(
+            num_samples=num_samples,
+            server_loss=server_loss,
+            # The loss whose gradient the client followed: where feedback was taken, plus the predicted change.
+            client_loss=seen.mean("feedback_loss", default=server_loss) + client.mean("loss_change"),
+            displacement_norm=client.mean("displacement_norm"),
+            correction_ratio=client.mean("correction_ratio"),
+            meter=link.meter,
+            client_seconds=link.client_seconds,
+            server_seconds=seconds - link.client_seconds,
+            failed_side=_failed_side(client, seen),
+        )
+
+
+def _failed_side(client: Observations, server: Observations) -> str | None:
+    """Name the side on which something stopped being finite first, in the order of the passes."""
+    activations = client.first_nonfinite("activations")
+    losses = server.first_nonfinite("feedback_loss", "loss")
+    weights = client.first_nonfinite("weights"), server.first_nonfinite("weights")
+    if activations is None and losses is None:
+        return "client" if weights[0] is not None else "server" if weights[1] is not None else None
+    if activations is None:
+        return "server"
+    return "server" if losses is not None and losses < activations else "client"
+
+
+def gather_reports(mine: dict[int, ClientReport], accelerator: Accelerator) -> dict[int, ClientReport]:
+    """Return the reports of all processes in client order."""
+    everyone = list(mine.items()) if accelerator.num_processes == 1 else gather_object(list(mine.items()))
+    return dict(sorted(everyone, key=lambda item: item[0]))
+
+
+def summarize(reports: dict[int, ClientReport]) -> dict[str, float]:
+    """Return a round's numbers: means weighted by the clients' samples, and sums of bytes, transfers and seconds."""
+    total = sum(report.num_samples for report in reports.values())
+    means = {
+        name: sum(getattr(report, name) * report.num_samples for report in reports.values()) / total
+        for name in ("server_loss", "client_loss", "displacement_norm", "correction_ratio")
+    }
+    sums = {
+        "bytes_up": sum(sum(report.meter.up.values()) for report in reports.values()),
+        "bytes_down": sum(sum(report.meter.down.values()) for report in reports.values()),
+        "transfers": sum(report.meter.transfers for report in reports.values()),
+        "client_seconds": sum(report.client_seconds for report in reports.values()),
+        "server_seconds": sum(report.server_seconds for report in reports.values()),
+    }
+    return means | sums
+
+
+@dataclass
+class Ledger:
+    """All that has crossed the cut since the run began, over every client and process."""
+
+    rounds: int = 0
+    total: Meter = field(default_factory=Meter)
+
+    def add(self, reports: dict[int, ClientReport]) -> None:
+        """Enter a round."""
+        self.rounds += 1
+        for report in reports.values():
+            self.total.add(report.meter)
+
+    @property
+    def mib(self) -> float:
+        """Mebibytes in both directions."""
+        return (sum(self.total.up.values()) + sum(self.total.down.values())) / 2**20
+
+    def save(self, path: Path) -> None:
+        """Write the ledger as JSON, whole or not at all."""
+        entry: dict[str, Any] = {"rounds": self.rounds, **asdict(self.total)}
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(entry, indent=2) + "\n")
+        os.replace(partial, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Ledger:
+        """Read what `save` wrote."""
+        entry = json.loads(path.read_text())
+        return cls(entry.pop("rounds"), Meter(**entry))
+

@@ -1,0 +1,92 @@
+"""How a round script reaches a client, and the meter that counts what crosses the cut."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from .messages import Feedback, Message, SmashedData
+from .sides import ClientSide
+
+if TYPE_CHECKING:
+    from .methods.base import Method
+
+
+@dataclass
+class Meter:
+    """Bytes by ledger heading in each direction, and the number of transfers."""
+
+    up: dict[str, int] = field(default_factory=dict)
+    down: dict[str, int] = field(default_factory=dict)
+    transfers: int = 0
+
+    def count(self, direction: dict[str, int], messages: Sequence[Message]) -> None:
+        """Count one transfer that carries `messages`."""
+        self.transfers += 1
+        for message in messages:
+            for kind, size in message.nbytes().items():
+                direction[kind] = direction.get(kind, 0) + size
+
+    def add(self, other: Meter) -> None:
+        """Add what another meter counted."""
+        self.transfers += other.transfers
+        for ours, theirs in ((self.up, other.up), (self.down, other.down)):
+            for kind, size in theirs.items():
+                ours[kind] = ours.get(kind, 0) + size
+
+
+class ClientLink(Protocol):
+    """A client as the server sees it. A call that carries messages is one transfer over the cut."""
+
+    num_batches: int
+    local_epochs: int
+
+    def upload(self, batches: Sequence[int] | None = None) -> list[SmashedData]:
+        """Ask for the smashed data of some batches, or of the whole round (None)."""
+
+    def update(self, feedback: Sequence[Feedback] | None = None, batches: Sequence[int] | None = None) -> None:
+        """Have the client do its local updates with this feedback."""
+
+
+class LocalLink:
+    """The client is an object in this process."""
+
+    def __init__(self, method: Method, client: ClientSide):
+        self.method, self.client = method, client
+        self.num_batches = len(client.batches)
+        self.local_epochs = client.setting.local_epochs
+        self.meter = Meter()
+        self.client_seconds = 0.0
+
+    def upload(self, batches: Sequence[int] | None = None) -> list[SmashedData]:
+        """Run the method's upload on the client and meter what it sends."""
+        with self._clock():
+            sent = self.method.upload(self.client, batches)
+        self.meter.count(self.meter.up, sent)
+        return sent
+
+    def update(self, feedback: Sequence[Feedback] | None = None, batches: Sequence[int] | None = None) -> None:
+        """Meter the feedback and run the method's update on the client."""
+        if feedback is not None:
+            self.meter.count(self.meter.down, feedback)
+        with self._clock():
+            self.method.update(self.client, feedback, batches)
+
+    @contextmanager
+    def _clock(self) -> Iterator[None]:
+        synchronize(self.client.setting.device)
+        start = time.perf_counter()
+        yield
+        synchronize(self.client.setting.device)
+        self.client_seconds += time.perf_counter() - start
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for an accelerator, so that clocks measure work and not its queueing."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

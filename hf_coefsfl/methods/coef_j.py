@@ -1,0 +1,104 @@
+"""CoeF-J: the Jacobian-based Hessian of an upper bound on the loss, Eq. (coefj)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..messages import Feedback, SmashedData
+from ..outputs import OutputBlock
+from ..sides import ServerSide, on_graph
+from .reuse import GradientReuse
+
+GROWTH = 1.5  # how fast the softmax curvature can grow with the predicted output change D
+
+
+@dataclass
+class CoeFJ(GradientReuse):
+    """g̃ = g₀ + M P̂ δ with P̂ = R⁻¹ Σᵣ uᵣ uᵣᵀ and uᵣ = Jᵀ vᵣ for random signs vᵣ over the outputs.
+
+    The sensitivity P = JᵀJ is per sample. By default M is the per-sample Mᵢ of `sample_bound`;
+    `curvature_bound` sets a constant instead (1/2 for the softmax is the bound of Proposition 2).
+    `exact=True` sends one projection per output, so that P̂ = P: for few classes, and for tests.
+    """
+
+    name: ClassVar[str] = "coef_j"
+    title: ClassVar[str] = "CoeF-J"
+
+    num_projections: int = 1  # R
+    curvature_bound: float | None = None  # M; None: the per-sample rule
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the ranges of the options."""
+        if self.num_projections < 1:
+            raise ValueError(f"num_projections (R) must be at least 1, got {self.num_projections}. The paper uses 1.")
+        if self.curvature_bound is not None and not 0 <= self.curvature_bound < float("inf"):
+            raise ValueError(
+                f"curvature_bound (M) must be a finite number >= 0 or None, got {self.curvature_bound}. 0.5 bounds the "
+                "softmax cross-entropy, None chooses per sample, 0 turns CoeF-J into gradient reuse."
+            )
+
+    def feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
+        """Return g₀, the projections u (b, blocks, R, *s) and the start curvature m (b, blocks)."""
+        leaf = on_graph(smashed)
+        output = server.forward(leaf, batch)
+        server.observed.add("feedback_loss", output.loss)
+        generator = torch.Generator(leaf.activations.device)
+        generator.manual_seed(server.setting.derive_seed("method", batch))
+        projections, curvatures = [], []
+        for block in server.task.output_blocks(smashed.labels, smashed.activations.shape[1]):
+            logits = output[block.name]
+            rows = [
+                torch.autograd.grad(logits, leaf.activations, v, retain_graph=True)[0]
+                for v in self._directions(logits, block.mask, generator)
+            ]
+            projections.append(torch.stack(rows, dim=1))
+            curvatures.append(block.curvature(logits))
+        (gradient,) = torch.autograd.grad(output.loss, leaf.activations)
+        return Feedback(gradient, torch.stack(projections, dim=1), torch.stack(curvatures, dim=1))
+
+    def _directions(self, logits: Tensor, mask: Tensor, generator: torch.Generator) -> list[Tensor]:
+        """Return the vᵣ, zero where an output does not enter the loss, with mean of vᵣ vᵣᵀ = I elsewhere."""
+        mask = mask.reshape(mask.shape + (1,) * (logits.ndim - mask.ndim))
+        if not self.exact:
+            shape, device = logits.shape, logits.device
+            signs = (
+                torch.randint(2, shape, generator=generator, device=device).to(logits.dtype).mul_(2).sub_(1)
+                for _ in range(self.num_projections)
+            )
+            return [v * mask for v in signs]
+        outputs = logits[0].numel()
+        units = torch.eye(outputs, dtype=logits.dtype, device=logits.device) * outputs**0.5
+        return [unit.view_as(logits[0]).expand_as(logits) * mask for unit in units]
+
+    def compensate(self, feedback: Feedback, displacement: Tensor, outputs: Sequence[OutputBlock]) -> Tensor:
+        """Return g₀ + Σ_blocks w c R⁻¹ Σᵣ aᵣ uᵣ with aᵣ = ⟨uᵣ, δ⟩ per sample."""
+        assert feedback.curvature is not None and feedback.scalars is not None
+        compensated = feedback.gradient
+        for index, block in enumerate(outputs):
+            u = feedback.curvature[:, index].flatten(2).float()  # (b, R, d)
+            a = torch.einsum("brd,bd->br", u, displacement.flatten(1).float())
+            if self.curvature_bound is None:
+                change = a.square().mean(1).sqrt()  # D
+                c = sample_bound(change, feedback.scalars[:, index], block)
+            else:
+                c = torch.full_like(a[:, 0], self.curvature_bound)
+            correction = torch.einsum("b,br,brd->bd", block.weight * c, a / a.shape[1], u)
+            compensated = compensated + correction.view_as(displacement).to(compensated.dtype)
+        return compensated
+
+
+def sample_bound(change: Tensor, curvature: Tensor, block: OutputBlock) -> Tensor:
+    """Return c, the coefficient of each sample (b,): Mᵢ = w c.
+
+    c = min(M, m + 1.5 D, ρ / D). m bounds the curvature at the start and 1.5 D its growth with the
+    predicted output change D; the residual cannot change by more than its diameter ρ (√2 for one
+    softmax), so neither may the correction c D.
+    """
+    limit = block.residual_diameter() / change.clamp(min=torch.finfo(change.dtype).tiny)
+    return torch.minimum((curvature + GROWTH * change).clamp(max=block.bound), limit)

@@ -1,0 +1,28 @@
+"""Perfect compensation: what gradient reuse would reach without staleness, at the price of an upload per batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..links import ClientLink
+from ..messages import Feedback
+from ..sides import ServerSide
+from .base import Method
+
+
+@dataclass
+class Oracle(Method):
+    """g̃ = ∇ₛL(s; θˢ) at the present activations and the round-initial server weights. 2B + 1 transfers."""
+
+    name: ClassVar[str] = "oracle"
+    title: ClassVar[str] = "Gradient reuse (w/ perfect comp.)"
+
+    def round(self, client: ClientLink, server: ServerSide) -> None:
+        """Serve every local update of the client before the server's own, so that θˢ stays round-initial."""
+        initial = client.upload()
+        for _ in range(client.local_epochs):
+            for batch in range(client.num_batches):
+                (fresh,) = client.upload([batch])
+                client.update([Feedback(server.gradient(fresh, batch))], [batch])
+        server.local_updates(initial)

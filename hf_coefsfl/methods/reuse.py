@@ -1,0 +1,63 @@
+"""Gradient reuse: one exchange per round and the stale gradient at every local update, Eq. (client-local-stale)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..links import ClientLink
+from ..messages import Feedback, SmashedData
+from ..outputs import OutputBlock
+from ..sides import ClientSide, ServerSide
+from .base import Method
+
+
+@dataclass
+class GradientReuse(Method):
+    """s₀ up once, g₀ = ∇ₛL(s₀; θˢ) down once, then local updates with g̃ = g₀. 2 transfers.
+
+    The base of every method that compensates: override `compensate`, and `feedback` where the
+    server has to send more than the gradient.
+    """
+
+    name: ClassVar[str] = "reuse"
+    title: ClassVar[str] = "Gradient reuse (w/o comp.)"
+
+    def round(self, client: ClientLink, server: ServerSide) -> None:
+        """Exchange once; all feedback is computed at the round-initial server weights."""
+        smashed = client.upload()
+        feedback = [self.feedback(server, data, batch) for batch, data in enumerate(smashed)]
+        server.local_updates(smashed)
+        client.update(feedback)
+
+    def feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
+        """Return what the server sends down for one batch."""
+        return Feedback(server.gradient(smashed, batch))
+
+    def update(self, client: ClientSide, feedback: Sequence[Feedback] | None, batches: Sequence[int] | None) -> None:
+        """Walk the exchanged batches with the compensated gradient. Runs on the client."""
+        assert feedback is not None
+        for _ in range(client.setting.local_epochs):
+            for batch, message in enumerate(feedback):
+                client.smash(batch)
+                displacement = client.displacement(batch)
+                gradient = self.compensate(message, displacement, client.output_blocks(batch))
+                _observe(client, message.gradient, gradient, displacement)
+                client.descend(gradient)
+
+    def compensate(self, feedback: Feedback, displacement: Tensor, outputs: Sequence[OutputBlock]) -> Tensor:
+        """Return g̃ from the stale feedback and δ = s − s₀. Without compensation: g₀."""
+        return feedback.gradient
+
+
+def _observe(client: ClientSide, stale: Tensor, compensated: Tensor, displacement: Tensor) -> None:
+    """Note how far the activations moved, how large the correction is, and the predicted change of the loss."""
+    stale, compensated, displacement = stale.float(), compensated.float(), displacement.float()
+    correction = compensated - stale
+    client.observed.add("displacement_norm", displacement.flatten(1).norm(dim=1).mean())
+    client.observed.add("correction_ratio", correction.norm() / stale.norm().clamp(min=1e-30))
+    # F̂(δ) − L(s₀) = ⟨g₀, δ⟩ + ½ ⟨B̂δ, δ⟩: the loss whose gradient the client descends.
+    client.observed.add("loss_change", (displacement * (stale + correction / 2)).sum())

@@ -1,0 +1,26 @@
+"""Vanilla SFL (Thapa et al., 2022): smashed data and gradients cross the cut at every batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..links import ClientLink
+from ..messages import Feedback
+from ..sides import ServerSide
+from .base import Method
+
+
+@dataclass
+class VanillaSFL(Method):
+    """Per batch: s up, the server's step, its gradient down, the client's step. 2B transfers."""
+
+    name: ClassVar[str] = "vanilla"
+    title: ClassVar[str] = "Vanilla SFL"
+
+    def round(self, client: ClientLink, server: ServerSide) -> None:
+        """Exchange every batch; each gradient belongs to the server weights before their step."""
+        for _ in range(client.local_epochs):
+            for batch in range(client.num_batches):
+                (smashed,) = client.upload([batch])
+                client.update([Feedback(server.train_step(smashed, batch))], [batch])

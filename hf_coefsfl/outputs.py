@@ -1,0 +1,140 @@
+"""How the loss depends on the server's output: the weights and curvature bounds that CoeF-J needs.
+
+Everything here follows from the labels and the kind of task, so client and server each compute it
+for themselves and none of it crosses the cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class OutputBlock:
+    """One output of the model that enters the loss as a mean over its terms.
+
+    A term is one softmax cross-entropy (a sample, or a labelled token of it), one squared error, or
+    one sigmoid cross-entropy. `weight` is w, what the mean multiplies each term with.
+    """
+
+    name: str  # the field of the model's output: logits, start_logits, end_logits
+    kind: str  # softmax | squared_error | sigmoid
+    mask: Tensor  # (b, *positions), True where an output enters the loss
+    weight: Tensor  # w, a scalar tensor
+
+    @property
+    def bound(self) -> float:
+        """M: the largest curvature of one term w.r.t. its outputs."""
+        return {"softmax": 0.5, "squared_error": 2.0, "sigmoid": 0.25}[self.kind]
+
+    def residual_diameter(self) -> Tensor:
+        """(b,): how far two residuals of a sample can be apart; inf where they are unbounded."""
+        terms = self.mask.reshape(len(self.mask), -1).sum(1).float()
+        if self.kind == "softmax":
+            return (2 * terms).sqrt()  # two probability vectors are at most √2 apart
+        if self.kind == "sigmoid":
+            return terms.sqrt()
+        return torch.full_like(terms, torch.inf)
+
+    def curvature(self, logits: Tensor) -> Tensor:
+        """(b,): m, an upper bound on the curvature of a sample's terms at `logits`."""
+        logits = logits.detach().float()
+        if self.kind == "softmax":
+            terms = 1 - logits.softmax(-1).square().sum(-1)
+        elif self.kind == "sigmoid":
+            p = logits.sigmoid()
+            terms = p * (1 - p)
+        else:
+            terms = torch.full(self.mask.shape, self.bound, device=logits.device)
+        terms = terms.reshape(self.mask.shape).masked_fill(~self.mask, 0.0)
+        return terms.reshape(len(terms), -1).amax(1).clamp(max=self.bound)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a model is trained for, as far as the shape of its loss goes."""
+
+    loss_type: str
+    num_labels: int
+    label_names: tuple[str, ...]
+    shifts_labels: bool = False
+    problem_type: str | None = None
+
+    @classmethod
+    def of(cls, model: Any, label_names: list[str]) -> Task:
+        """Read the task off a transformers model (not wrapped by PEFT)."""
+        config = model.config
+        loss_type = getattr(model, "loss_type", None)
+        if loss_type is None:
+            raise ValueError(
+                f"{type(model).__name__} has no head that computes a loss. Load the model with a head for the task, e.g. "
+                "AutoModelForSequenceClassification.from_pretrained(...)."
+            )
+        encoder_decoder = getattr(config, "is_encoder_decoder", False)
+        return cls(
+            loss_type=loss_type,
+            num_labels=getattr(config, "num_labels", 0),
+            label_names=tuple(label_names),
+            shifts_labels=loss_type in ("ForCausalLM", "ForConditionalGeneration") and not encoder_decoder,
+            problem_type=getattr(config, "problem_type", None),
+        )
+
+    def separate(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return (inputs, labels) of a collated batch."""
+        labels = {name: batch[name] for name in self.label_names if name in batch}
+        return {name: t for name, t in batch.items() if name not in labels}, labels
+
+    def output_blocks(self, labels: dict[str, Tensor], length: int | None = None) -> list[OutputBlock]:
+        """Return the outputs that enter the loss for these labels.
+
+        `length` is the number of token positions of the activations; QA needs it, because the
+        loss ignores answer positions beyond the end.
+        """
+        if "start_positions" in labels and "end_positions" in labels:
+            return [self._span(f"{side}_logits", labels[f"{side}_positions"], length) for side in ("start", "end")]
+        target = labels["labels"]
+        if self.loss_type in ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification"):
+            if self.shifts_labels:  # position t predicts label t + 1
+                target = torch.nn.functional.pad(target[:, 1:], (0, 1), value=_IGNORED)
+            mask = target != _IGNORED
+            return [OutputBlock("logits", "softmax", mask, _inverse(mask.sum()))]
+        if self.loss_type in (
+            "ForSequenceClassification",
+            "ForImageClassification",
+            "ForVideoClassification",
+            "ForAudioClassification",
+        ):
+            return [self._classification(target)]
+        raise ValueError(
+            f"The curvature of a {self.loss_type} loss is not known. CoeF-J works for sequence, token, image and audio "
+            "classification, extractive question answering and language modelling; use another method for this model."
+        )
+
+    def _classification(self, target: Tensor) -> OutputBlock:
+        kind = self.problem_type
+        if kind is None:  # the rule by which transformers chooses the loss
+            integer = not target.is_floating_point()
+            kind = "regression" if self.num_labels == 1 else "single_label" if integer else "multi_label"
+        if kind.startswith("single_label"):
+            mask = target.reshape(-1) != _IGNORED
+            return OutputBlock("logits", "softmax", mask, _inverse(mask.sum()))
+        mask = torch.ones(len(target), self.num_labels, dtype=torch.bool, device=target.device)
+        return OutputBlock(
+            "logits", "squared_error" if kind == "regression" else "sigmoid", mask, _inverse(mask.sum())
+        )
+
+    @staticmethod
+    def _span(name: str, positions: Tensor, length: int | None) -> OutputBlock:
+        positions = positions.reshape(-1)
+        mask = torch.ones_like(positions, dtype=torch.bool) if length is None else positions < length
+        return OutputBlock(name, "softmax", mask, _inverse(2 * mask.sum()))
+
+
+def _inverse(count: Tensor) -> Tensor:
+    return 1.0 / count.clamp(min=1).float()

@@ -1,0 +1,183 @@
+"""The two sides of the cut during one client's round: weights, optimizer, local updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .injection import inject
+from .messages import SmashedData
+from .outputs import OutputBlock, Task
+from .rounds import derive_seed, set_random_state
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What both sides of one client's round share: where it stands and how passes are run."""
+
+    seed: int
+    round_index: int
+    client: int
+    local_epochs: int = 1
+    max_grad_norm: float = 0.0
+    device: torch.device = torch.device("cpu")
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def derive_seed(self, stream: str, batch: int) -> int:
+        """Return the seed of a random stream at one batch of this round and client."""
+        return derive_seed(self.seed, stream, self.round_index, self.client, batch)
+
+    def synchronize_masks(self, stream: str, batch: int) -> None:
+        """Make every pass over a batch draw the same dropout masks, so that s − s₀ is no noise."""
+        set_random_state(self.derive_seed(stream, batch))
+
+
+@dataclass
+class Observations:
+    """Scalars seen during a round, kept on the device until the round is over."""
+
+    values: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Note one value of a scalar."""
+        self.values.setdefault(name, []).append(value.detach().float())
+
+    def mean(self, name: str, default: float = 0.0) -> float:
+        """Return the mean of what was noted, or `default` where nothing was."""
+        noted = self.values.get(name)
+        return torch.stack(noted).mean().item() if noted else default
+
+    def first_nonfinite(self, *names: str) -> int | None:
+        """Return the place of the first NaN or infinity in what was noted under the names, one after the other."""
+        noted = [value for name in names for value in self.values.get(name, [])]
+        places = torch.stack(noted).isfinite().logical_not().nonzero() if noted else torch.empty(0)
+        return int(places[0]) if len(places) else None
+
+
+class _Side:
+    """Trainable weights of one half with their optimizer."""
+
+    def __init__(self, half: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting):
+        self.half = half
+        self.optimizer = optimizer
+        self.setting = setting
+        self.observed = Observations()
+
+    def finish(self) -> None:
+        """Note whether the weights came out finite."""
+        for parameter in _parameters(self.optimizer):
+            self.observed.add("weights", parameter.sum())
+
+    def _step(self, carrier: Tensor) -> None:
+        """Backpropagate `carrier` and take one optimizer step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        carrier.backward()
+        if self.setting.max_grad_norm > 0:
+            nn.utils.clip_grad_norm_(_parameters(self.optimizer), self.setting.max_grad_norm)
+        self.optimizer.step()
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+class ClientSide(_Side):
+    """θᶜ and the local data of one client. Lives where the data is."""
+
+    def __init__(
+        self,
+        half: nn.Module,
+        batches: Sequence[dict[str, Tensor]],
+        optimizer: torch.optim.Optimizer,
+        setting: Setting,
+        task: Task,
+    ):
+        super().__init__(half, optimizer, setting)
+        self.batches = batches
+        self.task = task
+        self.initial: list[SmashedData] = []  # s₀ of each batch, once exchanged
+        self._current: SmashedData | None = None
+
+    def exchange(self) -> list[SmashedData]:
+        """Return and remember the smashed data s₀ of every batch (the round-initial exchange)."""
+        with torch.no_grad():
+            self.initial = [self._smash(batch).detach() for batch in range(len(self.batches))]
+        return self.initial
+
+    def smash(self, batch: int) -> SmashedData:
+        """Run the client half on a batch, keep its graph for `descend`, and return what is sent."""
+        self._current = self._smash(batch)
+        return self._current.detach()
+
+    def displacement(self, batch: int) -> Tensor:
+        """δ = s − s₀ of the batch last smashed."""
+        return self._live().activations.detach() - self.initial[batch].activations
+
+    def descend(self, gradient: Tensor) -> None:
+        """θᶜ ← θᶜ − η Jᵀ g̃: inject g̃ at the cut of the batch last smashed, then one step."""
+        self._step(inject(self._live().activations, gradient))
+        self._current = None  # its graph is spent
+
+    def output_blocks(self, batch: int) -> list[OutputBlock]:
+        """Return the outputs of the loss that this batch's labels speak of."""
+        smashed = self.initial[batch]
+        return self.task.output_blocks(smashed.labels, smashed.activations.shape[1])
+
+    def _live(self) -> SmashedData:
+        if self._current is None:
+            raise RuntimeError("The client has no activations on a graph: call smash(batch) before each descend().")
+        return self._current
+
+    def _smash(self, batch: int) -> SmashedData:
+        inputs, labels = self.task.separate(self.batches[batch])
+        self.setting.synchronize_masks("client_forward", batch)
+        with self.setting.autocast():
+            smashed: SmashedData = self.half(**inputs)
+        self.observed.add("activations", smashed.activations.sum())  # NaN and infinity survive a sum
+        return replace(smashed, labels=labels)
+
+
+class ServerSide(_Side):
+    """θˢ of one client (SplitFed V1 keeps one per sampled client). Lives on the server."""
+
+    def __init__(self, half: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, task: Task):
+        super().__init__(half, optimizer, setting)
+        self.task = task
+
+    def forward(self, smashed: SmashedData, batch: int) -> Any:
+        """Return the model's output with its loss, on the graph of `smashed.activations`."""
+        self.setting.synchronize_masks("server_forward", batch)
+        with self.setting.autocast():
+            return self.half(smashed)
+
+    def gradient(self, smashed: SmashedData, batch: int) -> Tensor:
+        """g = ∇ₛL(s; θˢ) of the batch-mean loss at the present weights."""
+        leaf = on_graph(smashed)
+        loss = self.forward(leaf, batch).loss
+        self.observed.add("feedback_loss", loss)
+        return torch.autograd.grad(loss, leaf.activations)[0]
+
+    def train_step(self, smashed: SmashedData, batch: int) -> Tensor:
+        """θˢ ← θˢ − η ∇L(s; θˢ). Return ∇ₛL of the same backward pass, at the weights before the step."""
+        leaf = on_graph(smashed)
+        loss = self.forward(leaf, batch).loss
+        self.observed.add("loss", loss)
+        self._step(loss)
+        assert leaf.activations.grad is not None
+        return leaf.activations.grad
+
+    def local_updates(self, smashed: Sequence[SmashedData]) -> None:
+        """Walk the cached smashed data for `local_epochs` epochs, Eq. (server-local)."""
+        for _ in range(self.setting.local_epochs):
+            for batch, data in enumerate(smashed):
+                self.train_step(data, batch)
+
+
+def on_graph(smashed: SmashedData) -> SmashedData:
+    """Return `smashed` with its activations as a leaf that collects a gradient."""
+    return replace(smashed, activations=smashed.activations.detach().requires_grad_())

@@ -1,0 +1,333 @@
+"""`SplitFedTrainer`: a `Trainer` whose training step is one communication round."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model
+from torch import nn
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, Trainer, set_seed
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .adapters import default_lora, save_halves, trainable_sides
+from .config import SplitFedConfig
+from .federation import Federation
+from .fedavg import federated_average, flatten, unflatten_
+from .ledger import SUMMED, ClientReport, Ledger, gather_reports, summarize
+from .links import LocalLink, synchronize
+from .outputs import Task
+from .rounds import preserved_random_state, sample_clients, shuffled_batches
+from .sides import ClientSide, ServerSide, Setting
+from .split import split_model
+
+LEDGER_NAME = "communication.json"
+ARGS_NAME = "training_args.json"
+
+
+class SplitFedTrainer(Trainer):
+    """Fine-tune a model that is split between clients and a server.
+
+    The model is cut at block `args.cut`; a LoRA adapter (or every weight) is trained on both sides
+    by `args.method`. Step t of the Trainer is communication round t, so everything that counts
+    steps counts rounds.
+
+    Args:
+        model: a `PreTrainedModel` with a task head, or a `PeftModel` around one.
+        args: the configuration.
+        train_dataset: one dataset, which `args.partition` spreads over the clients, or a list or dict of one
+            dataset for each client.
+        eval_dataset: as for `Trainer`; evaluated by the whole model.
+        data_collator: as for `Trainer`.
+        processing_class: as for `Trainer`.
+        compute_metrics: as for `Trainer`.
+        peft_config: the adapter. Default: LoRA of rank 4 and alpha 8 on every attention and MLP projection, with the
+            head as `args.head` says.
+        callbacks: as for `Trainer`.
+        preprocess_logits_for_metrics: as for `Trainer`.
+    """
+
+    _tag_names = ["split-federated-learning", "coef-sfl"]
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        args: SplitFedConfig,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        data_collator: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Any = None,
+        peft_config: PeftConfig | None = None,
+        callbacks: list[Any] | None = None,
+        preprocess_logits_for_metrics: Any = None,
+    ):
+        if not isinstance(args, SplitFedConfig):
+            raise ValueError(f"args must be a SplitFedConfig, got {type(args).__name__}.")
+        if not isinstance(model, (PreTrainedModel, PeftModel)):
+            raise ValueError(f"model must be a PreTrainedModel or a PeftModel, got {type(model).__name__}.")
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        Task.of(base, [])  # refuses a model without a head before anything is built
+        self.federation = Federation.of(train_dataset, args) if train_dataset is not None else None
+        model = self._with_adapter(model, args, peft_config)
+        _ = args.device  # sets up the devices
+        args._n_gpu = min(args.n_gpu, 1)  # one device a process: clients are spread, not batches
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+        self.args: SplitFedConfig = args
+        if args.gradient_checkpointing:  # before the split: the halves are clones of the modules
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
+        self.split = split_model(self.model, args.cut, args.blocks)
+        self._halves = nn.ModuleList([self.split.client, self.split.server])
+        self.client_parameters, self.server_parameters = trainable_sides(self.split)
+        self.task = Task.of(base, self.label_names)
+        self.ledger = Ledger()
+        self._reports: list[dict[str, float]] = []  # of the rounds since the last log
+        self._update_norm = 0.0
+        self._check_sides()
+        self._prepare_client_data()
+
+    # ---- Set-up ----
+
+    @staticmethod
+    def _with_adapter(
+        model: PreTrainedModel | PeftModel, args: SplitFedConfig, peft_config: PeftConfig | None
+    ) -> PreTrainedModel | PeftModel:
+        if isinstance(model, PeftModel):
+            if peft_config is not None:
+                raise ValueError("model is a PeftModel already and peft_config is given. Pass the one or the other.")
+            return model
+        if args.full_finetuning:
+            if peft_config is not None:
+                raise ValueError("full_finetuning=True trains every weight, yet peft_config is given. Drop one of them.")
+            return model
+        set_seed(args.seed)  # LoRA starts from random numbers
+        return get_peft_model(model, peft_config or default_lora(model, head=args.head, blocks=args.blocks))
+
+    def _check_sides(self) -> None:
+        for side, parameters in (("below", self.client_parameters), ("above", self.server_parameters)):
+            if not parameters:
+                raise ValueError(
+                    f"Nothing is trained {side} the cut at block {self.args.cut} of {self.split.num_blocks}. Give both "
+                    "sides trainable parameters (LoRA on all blocks does), or move the cut."
+                )
+        shared = self.split.shared_trainable()
+        if shared:
+            raise ValueError(
+                f"Both halves need to train {', '.join(shared)}, but a weight can live on one side only. Freeze it, "
+                "untie it (config.tie_word_embeddings=False), or train a LoRA adapter instead."
+            )
+
+    def _prepare_client_data(self) -> None:
+        """Drop the columns the model does not take, as `Trainer` does, and look at one sample."""
+        if self.federation is None:
+            return
+        raw = self.federation.datasets[0]
+        self._collate = self.data_collator
+        if hasattr(raw, "column_names"):
+            self.federation = self.federation.map_datasets(lambda d: self._remove_unused_columns(d, "training"))
+        else:
+            self._collate = self._get_collator_with_removed_columns(self.data_collator, "training")
+        batch = self._collate(self.federation.rows(0, [0]))
+        missing = [name for name in self.label_names if name not in batch]
+        if missing:
+            raise ValueError(
+                f"The training batches have no {', '.join(missing)}, only {', '.join(batch)}: the loss needs labels. "
+                f"Rename the dataset's label column to {missing[0]!r}, have the collator make it, or set label_names."
+            )
+        needed = getattr(self.model, "main_input_name", None)
+        if needed is not None and needed not in batch and "inputs_embeds" not in batch:
+            raise ValueError(
+                f"The training batches have no {needed!r}, only {', '.join(batch)}: the model needs it. Preprocess the "
+                f"dataset into a {needed!r} column, or have the collator make it."
+            )
+
+    # ---- What Trainer asks for ----
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return the loader of the rounds; each item is a round's index, the same in every process."""
+        if self.federation is None:
+            raise ValueError("Training needs a train_dataset.")
+        # batch_size=None would break the Trainer's skipping of finished rounds on resume.
+        return DataLoader(range(self.args.num_rounds), batch_size=1, collate_fn=lambda rounds: {"round": rounds[0]})
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Return the carrier of the learning rate, for schedulers and logs; local updates have their own AdamW."""
+        if self.optimizer is None:
+            self.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(0))], lr=self.args.learning_rate)
+        return self.optimizer
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: DataLoader | None = None) -> nn.Module:
+        # Anything but self.model keeps Trainer from wrapping it for data parallelism.
+        return self._halves if training else super()._wrap_model(self.model, training, dataloader)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the mean number of samples a round trains on, for the samples per second."""
+        if self.federation is None:
+            return 0
+        sampled = len(sample_clients(0, 0, len(self.federation), args.participation))
+        return round(sum(self.federation.sizes) / len(self.federation) * sampled * args.local_epochs)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Return 0: a round's inputs are clients, not tokens."""
+        return 0
+
+    def _clip_grad_norm(self, model: nn.Module) -> float:
+        return self._update_norm  # clipping happens in the local updates
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
+        return self._update_norm
+
+    # ---- One round ----
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Run one communication round: local training of the sampled clients, then federated averaging."""
+        assert self.federation is not None
+        round_index = inputs["round"]
+        clients = sample_clients(self.args.seed, round_index, len(self.federation), self.args.participation)
+        parameters = [*self.client_parameters.values(), *self.server_parameters.values()]
+        initial = flatten(parameters)
+        trained: dict[int, torch.Tensor] = {}
+        reports: dict[int, ClientReport] = {}
+        self._set_mode()
+        mine = clients[self.accelerator.process_index :: self.accelerator.num_processes]
+        bar = tqdm(
+            mine,
+            desc=f"round {round_index + 1}: clients",
+            leave=False,
+            disable=self.args.disable_tqdm or not self.is_local_process_zero(),
+        )
+        with preserved_random_state():
+            for client in bar:
+                unflatten_(parameters, initial)
+                reports[client] = self._train_client(round_index, client)
+                trained[client] = flatten(parameters)
+        unflatten_(parameters, initial)  # stays so if a client failed
+        self._halves.zero_grad(set_to_none=True)
+        reports = gather_reports(reports, self.accelerator)
+        self._raise_on_failure(round_index, reports)
+        sizes = [float(self.federation.sizes[client]) for client in clients]
+        mean = federated_average(trained, clients, sizes, len(initial), self.accelerator)
+        unflatten_(parameters, mean)
+        self._update_norm = (mean - initial).norm().item()
+        self.ledger.add(reports)
+        if self.args.should_save:
+            self.ledger.save(Path(self.args.output_dir) / LEDGER_NAME)
+        summary = summarize(reports)
+        self._reports.append(summary)
+        return torch.tensor(summary["server_loss"], device=self.args.device)
+
+    def _train_client(self, round_index: int, client: int) -> ClientReport:
+        """Run the round's method with one client, both sides starting from the present weights."""
+        assert self.federation is not None
+        setting = Setting(
+            seed=self.args.seed,
+            round_index=round_index,
+            client=client,
+            local_epochs=self.args.local_epochs,
+            max_grad_norm=self.args.max_grad_norm,
+            device=self.args.device,
+            autocast=self.accelerator.autocast,
+        )
+        method = self.args.make_method(round_index)
+        client_side = ClientSide(
+            self.split.client,
+            self._client_batches(round_index, client),
+            self._local_optimizer(self.client_parameters),
+            setting,
+            self.task,
+        )
+        server_side = ServerSide(self.split.server, self._local_optimizer(self.server_parameters), setting, self.task)
+        link = LocalLink(method, client_side)
+        start = time.perf_counter()
+        method.round(link, server_side)
+        for side in (client_side, server_side):
+            side.finish()
+        synchronize(self.args.device)
+        seconds = time.perf_counter() - start
+        return ClientReport.of(link, server_side, seconds, self.federation.sizes[client])
+
+    def _client_batches(self, round_index: int, client: int) -> list[dict[str, Any]]:
+        """Return the collated mini-batches of a client's round, on the device."""
+        assert self.federation is not None
+        places = shuffled_batches(
+            self.args.seed,
+            round_index,
+            client,
+            self.federation.sizes[client],
+            self.args.per_device_train_batch_size,
+            self.args.dataloader_drop_last,
+        )
+        return [self._prepare_inputs(self._collate(self.federation.rows(client, batch))) for batch in places]
+
+    def _local_optimizer(self, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+        """Return a fresh optimizer (`args.optim`, AdamW by default) at the round's learning rate."""
+        cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        kwargs["lr"] = self._get_learning_rate()
+        return cls([{"params": list(parameters.values()), "weight_decay": self.args.weight_decay}], **kwargs)
+
+    def _set_mode(self) -> None:
+        """Put the halves in training mode, with batch statistics frozen and dropout as the config says."""
+        self._halves.train(self.args.dropout == "synced")
+        for module in self._halves.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()  # running statistics are not averaged over clients
+
+    def _raise_on_failure(self, round_index: int, reports: dict[int, ClientReport]) -> None:
+        assert self.federation is not None
+        for client, report in reports.items():
+            if report.failed_side is not None:
+                raise ValueError(
+                    f"Round {round_index + 1}, client {self.federation.name(client)}: NaN or infinity on the "
+                    f"{report.failed_side} side (server loss {report.server_loss}). The global weights are those of the "
+                    "round before, and checkpoints are untouched. Lower learning_rate or the method's compensation, "
+                    "set max_grad_norm, or look at this client's data."
+                )
+
+    # ---- Logs and files ----
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add what the rounds since the last log reported: sums of bytes, transfers, seconds; means of the rest."""
+        if "loss" in logs and self._reports:
+            for name in self._reports[0]:
+                values = [report[name] for report in self._reports]
+                logs[name] = sum(values) if name in SUMMED else sum(values) / len(values)
+            self._reports.clear()
+        super().log(logs, start_time)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        super()._save(str(folder), state_dict=state_dict)
+        (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; the JSON beside it says the same
+        (folder / ARGS_NAME).write_text(json.dumps(self.args.to_dict(), indent=2, default=str) + "\n")
+        self.ledger.save(folder / LEDGER_NAME)
+        # Trainer takes adapter folders inside a checkpoint for further adapters and would load those.
+        if not folder.name.startswith(PREFIX_CHECKPOINT_DIR):
+            save_halves(self.split, folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.ledger = Ledger.load(Path(resume_from_checkpoint) / LEDGER_NAME)
+
+    def plot_partition(self, path: str | os.PathLike[str], column: str | None = None) -> None:
+        """Save a picture of the clients' samples by class."""
+        if self.federation is None:
+            raise ValueError("There is no train_dataset to draw.")
+        Federation.of(self.train_dataset, self.args).plot(path, column or self.args.partition_column)
