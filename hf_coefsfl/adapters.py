@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from pathlib import Path
+from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .blocks import find_blocks
+from .halves import Half
 from .split import SplitModel
 
 _LINEAR = (nn.Linear, Conv1D)
@@ -105,7 +107,7 @@ def save_halves(split: SplitModel, folder: str | Path) -> None:
 
 def _save_adapter(model: PeftModel, tensors: dict[str, Tensor], folder: Path) -> None:
     """Write a standard PEFT adapter that holds just `tensors`."""
-    config = copy.deepcopy(model.peft_config[model.active_adapters[0]])
+    config: Any = copy.deepcopy(model.peft_config[model.active_adapters[0]])
     names = {name.removeprefix("base_model.model.") for name in tensors}
     tuned = [
         name.removeprefix("base_model.model.")
@@ -122,7 +124,7 @@ def _save_adapter(model: PeftModel, tensors: dict[str, Tensor], folder: Path) ->
     save_file({name: t.detach().contiguous().cpu() for name, t in tensors.items()}, folder / _WEIGHTS, {"format": "pt"})
 
 
-def load_adapter(half: nn.Module, folder: str | Path) -> None:
+def load_adapter(half: Half, folder: str | Path) -> None:
     """Load `client/` or `server/`, as written by `save_halves` with PEFT, on a client or server half.
 
     A half of a base model gets the adapter; a half that has one already gets its weights.
@@ -131,7 +133,7 @@ def load_adapter(half: nn.Module, folder: str | Path) -> None:
     if not weights.is_file():
         raise ValueError(f"{folder} holds no {_WEIGHTS}. Give the client/ or server/ folder that save_model left.")
     if isinstance(half.model, PeftModel):
-        result = set_peft_model_state_dict(half.model, load_file(weights))
+        result: Any = set_peft_model_state_dict(half.model, load_file(weights))
         if result.unexpected_keys:
             raise ValueError(f"{folder} does not fit this half: it has no place for {result.unexpected_keys[:3]} ...")
     else:

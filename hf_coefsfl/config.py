@@ -117,7 +117,7 @@ class SplitFedConfig(TrainingArguments):
             raise ValueError("Mixed precision fp16 does not work: local optimizers run without loss scaling; use bf16.")
         if self.gradient_checkpointing:
             # Feedback is taken with autograd.grad, which the reentrant kind does not support.
-            self.gradient_checkpointing_kwargs = {**(self.gradient_checkpointing_kwargs or {}), "use_reentrant": False}
+            self.gradient_checkpointing_kwargs = dict(self.gradient_checkpointing_kwargs or {}, use_reentrant=False)  # type: ignore[arg-type]
         self.make_method()
 
     def _refuse_unsupported(self) -> None:

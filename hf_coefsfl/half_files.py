@@ -1,3 +1,169 @@
-def save_half(half, folder): ...
-def load_client(folder): ...
-def load_server(folder): ...
+"""Writing a half of a model to a folder and reading it back, without the other half's weights.
+
+The folder holds `config.json` (the model's), `split.json` (where it was cut), `model.safetensors`
+(this half's parameters and all its buffers) and, under PEFT, the adapters' configs. Reading builds
+the model on the meta device, cuts it, and fills in the tensors: the whole model is never allocated,
+and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from .placeholders import unwrapped
+from .surgery import Cut, cut_path, make_client, make_server
+
+if TYPE_CHECKING:
+    from .halves import ClientHalf, Half, ServerHalf
+
+_FORMAT = 1
+_SPLIT, _TENSORS = "split.json", "model.safetensors"
+
+
+def save_half(half: Half, folder: str | Path) -> None:
+    """Write a half to `folder`, which is made if needed."""
+    folder = Path(folder)
+    base = unwrapped(half.model)
+    _model_class(type(base).__name__, type(base))
+    folder.mkdir(parents=True, exist_ok=True)
+    base.config.save_pretrained(folder)
+    adapters = getattr(half.model, "peft_config", {}) if base is not half.model else {}
+    for name, config in adapters.items():
+        config.save_pretrained(str(_adapter_folder(folder, name)))
+    parameters = dict(half.model.named_parameters())
+    description = {
+        "format": _FORMAT,
+        "side": half.side,
+        "model_class": type(base).__name__,
+        "attention": getattr(base.config, "_attn_implementation", None),
+        "adapters": list(adapters),
+        "active_adapters": list(half.model.active_adapters) if adapters else [],
+        "parameters": sorted(parameters),
+        "trainable": sorted(name for name, p in parameters.items() if p.requires_grad),
+        # A wrapper may have moved the blocks since the split.
+        "cut": asdict(half.cut) | {"blocks": cut_path(half.model)},
+    }
+    (folder / _SPLIT).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    tensors: dict[str, Tensor] = {}
+    for (module, key), name in _slots(half.model).items():
+        value = _get(module, key)
+        if name not in tensors and not any(value is t for t in tensors.values()):
+            tensors[name] = value
+    save_file({name: t.detach().clone().contiguous() for name, t in tensors.items()}, folder / _TENSORS)
+
+
+def load_client(folder: str | Path) -> ClientHalf:
+    """Read a client half that `save_pretrained` wrote; it is in evaluation mode, on the CPU."""
+    from .halves import ClientHalf
+
+    model, cut = _load(Path(folder), "client")
+    return ClientHalf(model, cut)
+
+
+def load_server(folder: str | Path) -> ServerHalf:
+    """Read a server half that `save_pretrained` wrote; it is in evaluation mode, on the CPU."""
+    from .halves import ServerHalf
+
+    model, cut = _load(Path(folder), "server")
+    return ServerHalf(model, cut)
+
+
+def _load(folder: Path, side: str) -> tuple[nn.Module, Cut]:
+    if not (folder / _SPLIT).is_file():
+        raise ValueError(f"{folder} holds no {_SPLIT}: expected a folder written by `save_pretrained` of a half.")
+    description = json.loads((folder / _SPLIT).read_text(encoding="utf-8"))
+    if description["format"] != _FORMAT:
+        raise ValueError(f"{folder / _SPLIT} has format {description['format']}, this version reads {_FORMAT}.")
+    if description["side"] != side:
+        raise ValueError(f"{folder} holds a {description['side']} half; read it with load_{description['side']}.")
+    cut = Cut(**{**description["cut"], "templates": tuple(description["cut"]["templates"]),
+                 "crossing": tuple(description["cut"]["crossing"])})  # fmt: skip
+    model = _skeleton(folder, description)
+    named = dict(model.named_parameters())
+    kept = {id(named[name]) for name in description["parameters"]}
+    (make_client if side == "client" else make_server)(model, cut, kept)
+    _fill(model, load_file(folder / _TENSORS), set(description["trainable"]))
+    return model.eval(), cut
+
+
+def _skeleton(folder: Path, description: dict[str, Any]) -> nn.Module:
+    """The whole model with its adapters, without any memory for its weights."""
+    model_class = _model_class(description["model_class"])
+    config = model_class.config_class.from_pretrained(folder)
+    config._attn_implementation = description["attention"]
+    with torch.device("meta"):
+        model = model_class(config)
+        if not description["adapters"]:
+            return model
+        from peft import PeftConfig, get_peft_model
+
+        first, *others = description["adapters"]
+        wrapped = get_peft_model(model, PeftConfig.from_pretrained(str(_adapter_folder(folder, first))), first)
+        for name in others:
+            wrapped.add_adapter(name, PeftConfig.from_pretrained(str(_adapter_folder(folder, name))))
+    if description["active_adapters"] != [first]:
+        wrapped.base_model.set_adapter(description["active_adapters"])
+    return wrapped
+
+
+def _model_class(name: str, own: type | None = None) -> Any:
+    """The class of this name in transformers; code from elsewhere is never run."""
+    found = getattr(transformers, name, None)
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)) or own not in (None, found):
+        raise ValueError(
+            f"{name!r} is not a model class of transformers {transformers.__version__}: a half of a class from elsewhere "
+            "cannot be saved to or read from a folder. Keep it in memory, or use a class of transformers."
+        )
+    return found
+
+
+def _adapter_folder(folder: Path, name: str) -> Path:
+    return folder if name == "default" else folder / name
+
+
+def _slots(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
+    """Every place in a half that holds a tensor of its own, with its name; what is hollow is left out."""
+    return {
+        (module, key): f"{path}.{key}" if path else key
+        for path, module in model.named_modules()
+        for key, value in _tensors(module)
+        if not (value.dim() and 0 in value.stride() and value.untyped_storage().nbytes() == value.element_size())
+    }
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for group in (module._parameters, module._buffers, vars(module)):
+        yield from ((key, value) for key, value in list(group.items()) if isinstance(value, Tensor))
+
+
+def _get(module: nn.Module, key: str) -> Tensor:
+    return next(value for name, value in _tensors(module) if name == key)
+
+
+def _fill(model: nn.Module, tensors: dict[str, Tensor], trainable: set[str]) -> None:
+    """Put loaded tensors where the skeleton has tensors on the meta device; tied ones stay tied."""
+    filled: dict[int, Tensor] = {}
+    missing: list[str] = []
+    for (module, key), name in _slots(model).items():
+        value = _get(module, key)
+        if id(value) not in filled:
+            if name not in tensors:
+                missing.append(name)
+                continue
+            loaded = tensors[name]
+            is_parameter = isinstance(value, nn.Parameter)
+            filled[id(value)] = nn.Parameter(loaded, name in trainable) if is_parameter else loaded
+        for group in (module._parameters, module._buffers, vars(module)):
+            if key in group:
+                group[key] = filled[id(value)]
+    if missing:
+        raise ValueError(f"{_TENSORS} lacks {len(missing)} tensors of this half: {', '.join(missing[:5])}.")

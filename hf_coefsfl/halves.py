@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .block_arguments import leaves
 from .messages import SmashedData
 from .placeholders import accepts, crossing_context, is_generative_pair, placeholder_inputs, sort_inputs
-from .surgery import Cut, CutReached, Injection, RandomState, injecting, leaves
+from .surgery import Cut, CutReached, Injection, RandomState, injecting
 
 
 class Half(nn.Module):

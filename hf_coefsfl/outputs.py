@@ -13,6 +13,13 @@ import torch
 from torch import Tensor
 
 _IGNORED = -100
+_CLASSIFICATION = (
+    "ForSequenceClassification",
+    "ForImageClassification",
+    "ForVideoClassification",
+    "ForAudioClassification",
+    "ForTokenClassification",
+)
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,18 @@ class Task:
         labels = {name: batch[name] for name in self.label_names if name in batch}
         return {name: t for name, t in batch.items() if name not in labels}, labels
 
+    def check_labels(self, batch: dict[str, Any], owner: str) -> None:
+        """Refuse class labels outside 0..num_labels-1, which an accelerator reports as a crash elsewhere."""
+        target = batch.get("labels")
+        if self.loss_type not in _CLASSIFICATION or target is None or target.is_floating_point() or self.num_labels < 2:
+            return
+        wrong = target[(target != _IGNORED) & ((target < 0) | (target >= self.num_labels))]
+        if len(wrong):
+            raise ValueError(
+                f"Label {wrong[0].item()} of {owner} is outside 0..{self.num_labels - 1}: the model has num_labels="
+                f"{self.num_labels}. Load it with the number of classes of the dataset, or map the labels."
+            )
+
     def output_blocks(self, labels: dict[str, Tensor], length: int | None = None) -> list[OutputBlock]:
         """Return the outputs that enter the loss for these labels.
 
@@ -104,12 +123,7 @@ class Task:
                 target = torch.nn.functional.pad(target[:, 1:], (0, 1), value=_IGNORED)
             mask = target != _IGNORED
             return [OutputBlock("logits", "softmax", mask, _inverse(mask.sum()))]
-        if self.loss_type in (
-            "ForSequenceClassification",
-            "ForImageClassification",
-            "ForVideoClassification",
-            "ForAudioClassification",
-        ):
+        if self.loss_type in _CLASSIFICATION:
             return [self._classification(target)]
         raise ValueError(
             f"The curvature of a {self.loss_type} loss is not known. CoeF-J works for sequence, token, image and audio "

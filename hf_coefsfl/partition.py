@@ -243,12 +243,12 @@ def plot_partition(
     names = [_class_name(value, class_names) for value in classes]
     _ticks(cells.xaxis, list(partition.names), room=int(width / 0.32))
     _ticks(cells.yaxis, names, room=int(height / 0.22))
-    if max(map(len, partition.names)) > 4:
+    if max(map(len, partition.names)) > 3:  # as wide as a tick has room for
         cells.tick_params(axis="x", rotation=90)
     if num_clients <= 30 and num_classes <= 25:
         for client, label in np.argwhere(counts):
             count = counts[client, label]
-            colour = "white" if scale(count) > 0.55 else "black"
+            colour = "white" if scale(count) > 0.6 else "black"
             size = 8 if counts.max() < 1000 else 6
             cells.text(client, label, str(count), ha="center", va="center", color=colour, fontsize=size)
     colourbar = figure.colorbar(image, ax=cells, fraction=0.04, pad=0.01, label="rows of the class")

@@ -34,10 +34,10 @@ def sample_clients(seed: int, round_index: int, num_clients: int, participation:
 
 def shuffled_batches(
     seed: int, round_index: int, client: int, num_samples: int, batch_size: int, drop_last: bool = False
-) -> list[np.ndarray]:
+) -> list[list[int]]:
     """Return the sample indices of each mini-batch of a client's round, shuffled once for the round."""
     order = np.random.default_rng(derive_seed(seed, "batches", round_index, client)).permutation(num_samples)
-    batches = [order[start : start + batch_size] for start in range(0, num_samples, batch_size)]
+    batches = [order[start : start + batch_size].tolist() for start in range(0, num_samples, batch_size)]
     if drop_last and len(batches[-1]) < batch_size:
         batches.pop()
     return batches

@@ -134,7 +134,7 @@ class ClientSide(_Side):
         return self._current
 
     def _smash(self, batch: int) -> SmashedData:
-        inputs, labels = self.task.separate(self.batches[batch])
+        inputs, labels = self.task.separate(_on_device(self.batches[batch], self.setting.device))
         self.setting.synchronize_masks("client_forward", batch)
         with self.setting.autocast():
             smashed: SmashedData = self.half(**inputs)
@@ -176,6 +176,10 @@ class ServerSide(_Side):
         for _ in range(self.setting.local_epochs):
             for batch, data in enumerate(smashed):
                 self.train_step(data, batch)
+
+
+def _on_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: t.to(device, non_blocking=True) if isinstance(t, Tensor) else t for name, t in batch.items()}
 
 
 def on_graph(smashed: SmashedData) -> SmashedData:

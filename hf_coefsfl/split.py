@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,10 +18,10 @@ from .blocks import check_cut, find_blocks
 from .half_files import load_client, load_server
 from .halves import ClientHalf, ServerHalf, run_to_cut
 from .messages import SmashedData
-from .placeholders import accepts, crossing_context, example_inputs as derive_inputs, is_label, placeholder_inputs
+from .placeholders import accepts, crossing_context, example_inputs as derive_inputs, placeholder_inputs
 from .placeholders import sort_inputs, unwrapped
 from .surgery import Cut, RandomState, clone, make_client, make_probe, make_server
-from .tracing import Ownership, Record, arguments_to_ship, difference, evaluating, find_owners, record_run
+from .tracing import Ownership, Record, arguments_to_ship, difference, evaluating, find_owners, record_run, training
 
 __all__ = ["ClientHalf", "ServerHalf", "SplitModel", "load_client", "load_server", "split_model"]
 
@@ -104,6 +105,7 @@ def _split_exactly(model: nn.Module, path: str, container: nn.Module, cut: int, 
     """Calibrate, split and check; inputs besides the main one cross only if it is not exact without."""
     record = _run_example(model, path, container, cut, inputs)
     templates = tuple(record.templates[i] for i in range(cut))
+    tolerance = _TOLERANCE.get(next(iter(record.arguments.values())).dtype, 5e-2)
     problem: object = None
     for crossing in ((), *((name,) for name in inputs if name == "token_type_ids")):
         plan = Cut(path, cut, len(list(container.children())), templates, crossing=crossing)
@@ -118,7 +120,14 @@ def _split_exactly(model: nn.Module, path: str, container: nn.Module, cut: int, 
         except Exception as error:  # whatever the model raises on placeholders, the answer is the same: not this one
             problem = error
             continue
-        if gap <= _TOLERANCE.get(next(iter(record.arguments.values())).dtype, 5e-2):
+        if gap <= tolerance:
+            if (noise := _training_gap(split, inputs)) > tolerance:
+                warnings.warn(
+                    f"{type(unwrapped(model)).__name__} draws random numbers for its server's blocks before the first "
+                    f"block: in training mode dropout differs from the unsplit model's (outputs differ by {noise:.1e}). "
+                    "In evaluation mode, or with dropout 0, the halves are exact.",
+                    stacklevel=3,
+                )
             return split
         problem = f"their outputs differ by {gap:.1e} of the largest"
     raise ValueError(
@@ -162,9 +171,17 @@ def _rebuilt_arguments(model: nn.Module, plan: Cut, inputs: dict[str, Any], reco
 
 def _gap(split: SplitModel, inputs: dict[str, Any], record: Record) -> float:
     """How far the halves are from the unsplit model on the example."""
-    labels = {name: value for name, value in inputs.items() if is_label(split.model, name)}
     with evaluating(split.client, split.server):
-        return difference(record.output, split.server(split.client(**inputs).detach(), **labels))
+        return difference(record.output, split.server(split.client(**inputs)))
+
+
+def _training_gap(split: SplitModel, inputs: dict[str, Any]) -> float:
+    """The same in training mode, from the same random numbers."""
+    with training(split.model, split.client, split.server):
+        random_state = RandomState(next(split.model.parameters()).device)
+        expected = split.model(**(inputs | _no_cache(split.model)))
+        random_state.restore()
+        return difference(expected, split.server(split.client(**inputs)))
 
 
 def _no_cache(model: nn.Module) -> dict[str, Any]:

@@ -8,7 +8,6 @@ between calls. What a server's forward pass injects travels in a context variabl
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+
+from .block_arguments import graft, named_arguments, replace_arguments
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _HIDDEN = "hidden"  # marks the hidden state in the template of a block's output
@@ -42,81 +43,12 @@ class Cut:
     crossing: tuple[str, ...] = ()
 
 
-# --- arguments of a block ------------------------------------------------------------------------
-
-
 class CutReached(Exception):
     """Stops a forward pass at the cut and carries what the block there was called with."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__("the forward pass reached the cut")
         self.arguments = arguments
-
-
-def argument_names(block: nn.Module) -> list[str]:
-    """Names of the positional arguments of a block; the first is its hidden state."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [name for name, p in inspect.signature(block.forward).parameters.items() if p.kind in kinds]
-
-
-def named_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, the hidden state first."""
-    names = argument_names(block)
-    names += [str(i) for i in range(len(names), len(args))]
-    named = dict(zip(names, args)) | kwargs
-    hidden = hidden_name(block, named)
-    return {hidden: named.pop(hidden), **named}
-
-
-def hidden_name(block: nn.Module, named: dict[str, Any]) -> str:
-    """Name of the argument that holds the hidden state: the first of the block's forward."""
-    name = (argument_names(block) or ["0"])[0]
-    if not isinstance(named.get(name), Tensor):
-        raise ValueError(
-            f"The first argument {name!r} of {type(block).__name__} is no tensor of hidden states "
-            f"but {type(named.get(name)).__name__}; name another list of blocks with `blocks=`."
-        )
-    return name
-
-
-def replace_arguments(
-    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], new: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call with some arguments replaced; positional ones stay so, as reentrant checkpointing needs."""
-    names = argument_names(block)
-    positional = set(names[: len(args)])
-    args = tuple(new.get(name, a) for name, a in zip(names, args)) + args[len(names) :]
-    return args, kwargs | {name: value for name, value in new.items() if name not in positional}
-
-
-def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The tensors and ints inside nested tuples, lists and dicts, by dotted path."""
-    if isinstance(value, (tuple, list)):
-        for i, item in enumerate(value):
-            yield from leaves(item, f"{path}.{i}")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from leaves(item, f"{path}.{key}")
-    elif isinstance(value, Tensor) or (isinstance(value, int) and not isinstance(value, bool)):
-        yield path, value
-
-
-def _graft(value: Any, path: str, new: dict[str, Any]) -> Any:
-    """`value` with the leaves named in `new` replaced, or made from them where it has none."""
-    if path in new:
-        return new[path]
-    if isinstance(value, (tuple, list)):
-        items = [_graft(item, f"{path}.{i}", new) for i, item in enumerate(value)]
-        return tuple(items) if isinstance(value, tuple) else items
-    if isinstance(value, dict):
-        return {key: _graft(item, f"{path}.{key}", new) for key, item in value.items()}
-    if value is None and f"{path}.0" in new:
-        count = next(i for i in range(len(new) + 1) if f"{path}.{i}" not in new)
-        return tuple(new[f"{path}.{i}"] for i in range(count))
-    return value
-
-
-# --- injection -----------------------------------------------------------------------------------
 
 
 class RandomState:
@@ -180,7 +112,7 @@ class _Inject(nn.Module):
             named = named_arguments(self, args, kwargs)
             hidden = next(iter(named))
             tops = {path.split(".", 1)[0] for path in injection.arguments}
-            new = {top: _graft(named.get(top), top, injection.arguments) for top in tops}
+            new = {top: graft(named.get(top), top, injection.arguments) for top in tops}
             args, kwargs = replace_arguments(self, args, kwargs, new | {hidden: injection.activations})
             injection.reached = True
             if injection.random_state is not None:

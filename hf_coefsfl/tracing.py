@@ -6,7 +6,7 @@ cut depends on; the server's are those that the outputs depend on when that stat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .surgery import hidden_name, leaves, named_arguments, output_template, replace_arguments
+from .block_arguments import hidden_name, leaves, named_arguments, replace_arguments
+from .surgery import output_template
 
 
 @dataclass
@@ -154,9 +155,22 @@ def difference(a: Any, b: Any) -> float:
 @contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
     """Put modules in evaluation mode and each of their submodules back afterwards."""
+    with _modes(modules, lambda m: False):
+        yield
+
+
+@contextmanager
+def training(*modules: nn.Module) -> Iterator[None]:
+    """The same for training mode, but for layers that would then change their running statistics."""
+    with _modes(modules, lambda m: getattr(m, "running_mean", None) is None):
+        yield
+
+
+@contextmanager
+def _modes(modules: tuple[nn.Module, ...], mode: Callable[[nn.Module], bool]) -> Iterator[None]:
     flags = [(m, m.training) for module in modules for m in module.modules()]
-    for module in modules:
-        module.eval()
+    for m, _ in flags:
+        m.training = mode(m)
     try:
         yield
     finally:
@@ -209,4 +223,7 @@ def _leaves_of_graph(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def _plain(output: Any) -> Any:
-    return dict(output) if hasattr(output, "keys") else output
+    """The output as a dict, without the caches that a pass-through leaves empty or makes of placeholders."""
+    if not hasattr(output, "keys"):
+        return output
+    return {key: value for key, value in output.items() if key not in ("past_key_values", "mems")}

@@ -6,12 +6,12 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -91,8 +91,8 @@ class SplitFedTrainer(Trainer):
         )
         self.args: SplitFedConfig = args
         if args.gradient_checkpointing:  # before the split: the halves are clones of the modules
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
-        self.split = split_model(self.model, args.cut, args.blocks)
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
+        self.split = split_model(model, args.cut, args.blocks)
         self._halves = nn.ModuleList([self.split.client, self.split.server])
         self.client_parameters, self.server_parameters = trainable_sides(self.split)
         self.task = Task.of(base, self.label_names)
@@ -164,7 +164,8 @@ class SplitFedTrainer(Trainer):
         if self.federation is None:
             raise ValueError("Training needs a train_dataset.")
         # batch_size=None would break the Trainer's skipping of finished rounds on resume.
-        return DataLoader(range(self.args.num_rounds), batch_size=1, collate_fn=lambda rounds: {"round": rounds[0]})
+        rounds = cast("Dataset[int]", range(self.args.num_rounds))
+        return DataLoader(rounds, batch_size=1, collate_fn=lambda batch: {"round": batch[0]})
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Return the carrier of the learning rate, for schedulers and logs; local updates have their own AdamW."""
@@ -174,7 +175,7 @@ class SplitFedTrainer(Trainer):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: DataLoader | None = None) -> nn.Module:
         # Anything but self.model keeps Trainer from wrapping it for data parallelism.
-        return self._halves if training else super()._wrap_model(self.model, training, dataloader)
+        return self._halves if training else super()._wrap_model(model, training, dataloader)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the mean number of samples a round trains on, for the samples per second."""
@@ -229,7 +230,7 @@ class SplitFedTrainer(Trainer):
         self._update_norm = (mean - initial).norm().item()
         self.ledger.add(reports)
         if self.args.should_save:
-            self.ledger.save(Path(self.args.output_dir) / LEDGER_NAME)
+            self.ledger.save(Path(self.args.output_dir or "") / LEDGER_NAME)
         summary = summarize(reports)
         self._reports.append(summary)
         return torch.tensor(summary["server_loss"], device=self.args.device)
@@ -265,7 +266,7 @@ class SplitFedTrainer(Trainer):
         return ClientReport.of(link, server_side, seconds, self.federation.sizes[client])
 
     def _client_batches(self, round_index: int, client: int) -> list[dict[str, Any]]:
-        """Return the collated mini-batches of a client's round, on the device."""
+        """Return the collated mini-batches of a client's round."""
         assert self.federation is not None
         places = shuffled_batches(
             self.args.seed,
@@ -275,11 +276,14 @@ class SplitFedTrainer(Trainer):
             self.args.per_device_train_batch_size,
             self.args.dataloader_drop_last,
         )
-        return [self._prepare_inputs(self._collate(self.federation.rows(client, batch))) for batch in places]
+        batches = [self._collate(self.federation.rows(client, batch)) for batch in places]
+        for batch in batches:
+            self.task.check_labels(batch, f"client {self.federation.name(client)}")
+        return batches
 
     def _local_optimizer(self, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
         """Return a fresh optimizer (`args.optim`, AdamW by default) at the round's learning rate."""
-        cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args)
         kwargs["lr"] = self._get_learning_rate()
         return cls([{"params": list(parameters.values()), "weight_decay": self.args.weight_decay}], **kwargs)
 
@@ -313,7 +317,7 @@ class SplitFedTrainer(Trainer):
         super().log(logs, start_time)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        folder = Path(output_dir or self.args.output_dir)
+        folder = Path(output_dir or self.args.output_dir or "")
         super()._save(str(folder), state_dict=state_dict)
         (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; the JSON beside it says the same
         (folder / ARGS_NAME).write_text(json.dumps(self.args.to_dict(), indent=2, default=str) + "\n")

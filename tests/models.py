@@ -35,12 +35,13 @@ class TinyModel:
     cuts: tuple[int, ...] = tuple(range(1, BLOCKS))
     make_config: Callable[[dict[str, Any]], Any] | None = field(default=None)
 
-    def make(self, attention: str = "sdpa", **changes: Any) -> Any:
+    def make(self, attention: str | None = None, **changes: Any) -> Any:
         """The model, always with the same weights; `changes` go to its config."""
         model_class = getattr(transformers, self.head)
-        options = self.options | {"num_labels": LABELS} | changes
+        labels = 2 if "QuestionAnswering" in self.head else LABELS
+        options = self.options | {"num_labels": labels} | changes
         config = self.make_config(options) if self.make_config else model_class.config_class(**options)
-        config._attn_implementation = attention
+        config._attn_implementation = attention or self.attention[-1]
         torch.manual_seed(0)
         model = model_class(config)
         with torch.no_grad():  # norms and biases start as ones and zeros: too regular to show mistakes
@@ -213,7 +214,7 @@ def _entries() -> list[TinyModel]:
         TinyModel("mistral-tags", "MistralForTokenClassification", _DECODER | {"sliding_window": 4}, text, tags, qv),
         TinyModel("qwen2-lm", "Qwen2ForCausalLM", _DECODER | {"tie_word_embeddings": True}, text, tokens, qv),
         TinyModel("qwen3-qa", "Qwen3ForQuestionAnswering", _DECODER, text, spans, qv),
-        TinyModel("gemma2", "Gemma2ForSequenceClassification", _DECODER | {"sliding_window": 4}, text, classes, qv),
+        TinyModel("gemma2", "Gemma2ForSequenceClassification", _DECODER | {"sliding_window": 4}, text, classes, qv, attention=eager),
         TinyModel("gemma3-lm", "Gemma3ForCausalLM", _DECODER | {"sliding_window": 4}, text, tokens, qv),
         TinyModel("phi", "PhiForSequenceClassification", _SIZES | {"resid_pdrop": 0.1, "attention_dropout": 0.1}, text,
                   classes, qv),
@@ -225,12 +226,12 @@ def _entries() -> list[TinyModel]:
         TinyModel("deit", "DeiTForImageClassification", _IMAGE, image, classes, qv),
         TinyModel("beit", "BeitForImageClassification", _IMAGE | {
             "use_relative_position_bias": True, "drop_path_rate": 0.2, "layer_scale_init_value": 0.1,
-        }, image, classes, attention),
+        }, image, classes, qv),
         TinyModel("beit-shared", "BeitForImageClassification", _IMAGE | {
             "use_shared_relative_position_bias": True, "drop_path_rate": 0.2,
-        }, image, classes, attention),
-        TinyModel("dinov2", "Dinov2ForImageClassification", _IMAGE | {"drop_path_rate": 0.2}, image, classes, attention),
-        TinyModel("swin", "SwinForImageClassification", _SWIN, lambda: image(32), classes, attention, cuts=two),
+        }, image, classes, qv),
+        TinyModel("dinov2", "Dinov2ForImageClassification", _IMAGE | {"drop_path_rate": 0.2}, image, classes, qv),
+        TinyModel("swin", "SwinForImageClassification", _SWIN, lambda: image(32), classes, qv, cuts=two),
         TinyModel("clip-vision", "CLIPForImageClassification", {}, image, classes, qv, make_config=_clip_config),
         TinyModel("wav2vec2", "Wav2Vec2ForSequenceClassification", _WAV2VEC2, sound, classes, qv),
         TinyModel("whisper-encoder", "WhisperForAudioClassification", _WHISPER, spectrogram, classes, qv),

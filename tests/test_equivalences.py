@@ -78,7 +78,8 @@ def test_server_side_is_the_same_for_all_once_per_round_methods() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "transfers"), [("vanilla", 2 * 3 * 2), ("reuse", 2), ("oracle", 2 * 3 * 2 + 1), ("coef_d", 2), ("coef_j", 2)]
+    ("method", "transfers"),
+    [("vanilla", 2 * 3 * 2), ("reuse", 2), ("oracle", 2 * 3 * 2 + 1), ("coef_d", 2), ("coef_j", 2)],
 )
 def test_transfers(method: str, transfers: int) -> None:
     client, server = toy_sides(CLASSIFICATION, 3, local_epochs=2)

@@ -52,7 +52,7 @@ def make_method(name: str, kwargs: Mapping[str, Any] | None = None) -> Method:
     if name not in METHODS:
         raise ValueError(f"Unknown method {name!r}. Choose one of: {', '.join(sorted(METHODS))}.")
     cls, kwargs = METHODS[name], dict(kwargs or {})
-    options = {f.name: f for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
+    options = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     types = get_type_hints(cls)
     for key, value in kwargs.items():
         if key not in options:
