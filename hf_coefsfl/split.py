@@ -121,7 +121,7 @@ def _split_exactly(model: nn.Module, path: str, container: nn.Module, cut: int, 
             problem = error
             continue
         if gap <= tolerance:
-            if (noise := _training_gap(split, inputs)) > tolerance:
+            if (noise := _training_gap(split, inputs)) > tolerance / 100:
                 warnings.warn(
                     f"{type(unwrapped(model)).__name__} draws random numbers for its server's blocks before the first "
                     f"block: in training mode dropout differs from the unsplit model's (outputs differ by {noise:.1e}). "

@@ -1,0 +1,14 @@
+"""Settings of every test: one thread, no Hub, no deadline on a noisy machine."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the equalities tested here are those of the CPU
+
+import hypothesis
+import torch
+
+torch.set_num_threads(1)
+hypothesis.settings.register_profile("default", deadline=None)
+hypothesis.settings.load_profile("default")
