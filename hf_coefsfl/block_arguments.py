@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,8 +12,14 @@ from torch import Tensor, nn
 
 def argument_names(block: nn.Module) -> list[str]:
     """Names of the positional arguments of a block; the first is its hidden state."""
+    return list(_argument_names(type(block)))
+
+
+@lru_cache
+def _argument_names(block_class: type[nn.Module]) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [name for name, p in inspect.signature(block.forward).parameters.items() if p.kind in kinds]
+    parameters = list(inspect.signature(block_class.forward).parameters.items())[1:]  # without self
+    return tuple(name for name, p in parameters if p.kind in kinds)
 
 
 def named_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

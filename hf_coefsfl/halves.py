@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .block_arguments import leaves
 from .messages import SmashedData
-from .placeholders import accepts, crossing_context, is_generative_pair, placeholder_inputs, sort_inputs
+from .placeholders import accepts, crossing_context, is_generative_pair, placeholder_inputs, refuse_block_outputs, sort_inputs
 from .surgery import Cut, CutReached, Injection, RandomState, injecting
 
 
@@ -84,6 +84,7 @@ class ServerHalf(Half):
         arguments of the model's forward. In training mode the random numbers that the model draws
         on the placeholders are given back, so that dropout is that of the unsplit model.
         """
+        refuse_block_outputs(inputs)
         inputs = smashed.labels | {name: value for name, value in inputs.items() if value is not None}
         if is_generative_pair(self.model) and not {"labels", "decoder_input_ids"} & inputs.keys():
             raise ValueError(

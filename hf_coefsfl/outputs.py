@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import find_labels
 
 _IGNORED = -100
+_LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM")
+_SPANS = "ForQuestionAnswering"
 _CLASSIFICATION = (
     "ForSequenceClassification",
     "ForImageClassification",
@@ -77,8 +80,8 @@ class Task:
     def of(cls, model: Any, label_names: list[str]) -> Task:
         """Read the task off a transformers model (not wrapped by PEFT)."""
         config = model.config
-        loss_type = getattr(model, "loss_type", None)
-        if loss_type is None:
+        loss_type = getattr(model, "loss_type", None) or "ForCausalLM"  # transformers' own default
+        if not find_labels(type(model)):
             raise ValueError(
                 f"{type(model).__name__} has no head that computes a loss. Load the model with a head for the task, e.g. "
                 "AutoModelForSequenceClassification.from_pretrained(...)."
@@ -96,6 +99,20 @@ class Task:
         """Return (inputs, labels) of a collated batch."""
         labels = {name: batch[name] for name in self.label_names if name in batch}
         return {name: t for name, t in batch.items() if name not in labels}, labels
+
+    @property
+    def has_known_curvature(self) -> bool:
+        """Whether `output_blocks` knows this loss."""
+        return self.loss_type in (*_LANGUAGE_MODELS, *_CLASSIFICATION, _SPANS)
+
+    def check_curvature(self) -> None:
+        """Refuse a loss whose curvature is not known."""
+        if not self.has_known_curvature:
+            raise ValueError(
+                f"The curvature of a {self.loss_type} loss is not known. CoeF-J works for sequence, token, image and "
+                "audio classification, extractive question answering and language modelling; use another method for "
+                "this model."
+            )
 
     def check_labels(self, batch: dict[str, Any], owner: str) -> None:
         """Refuse class labels outside 0..num_labels-1, which an accelerator reports as a crash elsewhere."""
@@ -115,20 +132,16 @@ class Task:
         `length` is the number of token positions of the activations; QA needs it, because the
         loss ignores answer positions beyond the end.
         """
-        if "start_positions" in labels and "end_positions" in labels:
+        self.check_curvature()
+        if self.loss_type == _SPANS:
             return [self._span(f"{side}_logits", labels[f"{side}_positions"], length) for side in ("start", "end")]
         target = labels["labels"]
-        if self.loss_type in ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification"):
+        if self.loss_type in (*_LANGUAGE_MODELS, "ForTokenClassification"):
             if self.shifts_labels:  # position t predicts label t + 1
                 target = torch.nn.functional.pad(target[:, 1:], (0, 1), value=_IGNORED)
             mask = target != _IGNORED
             return [OutputBlock("logits", "softmax", mask, _inverse(mask.sum()))]
-        if self.loss_type in _CLASSIFICATION:
-            return [self._classification(target)]
-        raise ValueError(
-            f"The curvature of a {self.loss_type} loss is not known. CoeF-J works for sequence, token, image and audio "
-            "classification, extractive question answering and language modelling; use another method for this model."
-        )
+        return [self._classification(target)]
 
     def _classification(self, target: Tensor) -> OutputBlock:
         kind = self.problem_type

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,12 +27,22 @@ def unwrapped(model: nn.Module) -> Any:
 
 def accepts(model: nn.Module, name: str) -> bool:
     """Whether the forward of the (unwrapped) model has an argument of this name."""
-    return name in inspect.signature(unwrapped(model).forward).parameters
+    return name in _signature(type(unwrapped(model)))
 
 
 def is_label(model: nn.Module, name: str) -> bool:
     """Whether an input belongs to the loss or to the decoder, and so to the server."""
-    return name in find_labels(type(unwrapped(model))) or "label" in name or name.startswith("decoder_")
+    return "label" in name or name.startswith("decoder_") or name in _labels(type(unwrapped(model)))
+
+
+@lru_cache
+def _signature(model_class: type[nn.Module]) -> frozenset[str]:
+    return frozenset(inspect.signature(model_class.forward).parameters)
+
+
+@lru_cache
+def _labels(model_class: type[nn.Module]) -> frozenset[str]:
+    return frozenset(find_labels(model_class))
 
 
 def is_generative_pair(model: nn.Module) -> bool:
@@ -40,16 +51,22 @@ def is_generative_pair(model: nn.Module) -> bool:
     return bool(getattr(base.config, "is_encoder_decoder", False)) and bool(base.can_generate())
 
 
+def refuse_block_outputs(inputs: dict[str, Any]) -> None:
+    """Refuse to return what every block has computed: a half has only some of them."""
+    for name in _REFUSED:
+        if inputs.get(name):
+            raise ValueError(f"{name}=True is not supported by the halves of a model: each has only some of its blocks.")
+
+
 def sort_inputs(
     model: nn.Module, inputs: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, tuple[int, ...]]]:
     """Sort a batch into the inputs that the client runs on, the labels, and the shapes of the raw tensors."""
+    refuse_block_outputs(inputs)
     raw, labels, shapes = {}, {}, {}
     for name, value in inputs.items():
         if value is None or name == "use_cache":
             continue
-        if name in _REFUSED and value:
-            raise ValueError(f"{name}=True is not supported by the halves of a model: each has only some of its blocks.")
         if is_label(model, name):
             labels[name] = value
         elif isinstance(value, Tensor):
@@ -128,7 +145,7 @@ def _pad_id(model: nn.Module) -> int | None:
 def _special_ids(config: Any) -> set[int]:
     """Every id that the config gives a role of its own."""
     special: set[int] = set()
-    for name, value in config.to_dict().items():
+    for name, value in vars(config).items():
         if name.endswith(("_token_id", "_token_index")):
             special |= set(value) if isinstance(value, list) else {value}
     return special

@@ -32,9 +32,10 @@ class Setting:
         """Return the seed of a random stream at one batch of this round and client."""
         return derive_seed(self.seed, stream, self.round_index, self.client, batch)
 
-    def synchronize_masks(self, stream: str, batch: int) -> None:
-        """Make every pass over a batch draw the same dropout masks, so that s − s₀ is no noise."""
-        set_random_state(self.derive_seed(stream, batch))
+    def synchronize_masks(self, half: nn.Module, stream: str, batch: int) -> None:
+        """Make every pass of a half over a batch draw the same dropout masks, so that s − s₀ is no noise."""
+        if half.training:
+            set_random_state(self.derive_seed(stream, batch))
 
 
 @dataclass
@@ -124,7 +125,9 @@ class ClientSide(_Side):
         self._current = None  # its graph is spent
 
     def output_blocks(self, batch: int) -> list[OutputBlock]:
-        """Return the outputs of the loss that this batch's labels speak of."""
+        """Return the outputs of the loss that this batch's labels speak of; none where the loss is not known."""
+        if not self.task.has_known_curvature:
+            return []
         smashed = self.initial[batch]
         return self.task.output_blocks(smashed.labels, smashed.activations.shape[1])
 
@@ -135,7 +138,7 @@ class ClientSide(_Side):
 
     def _smash(self, batch: int) -> SmashedData:
         inputs, labels = self.task.separate(_on_device(self.batches[batch], self.setting.device))
-        self.setting.synchronize_masks("client_forward", batch)
+        self.setting.synchronize_masks(self.half, "client_forward", batch)
         with self.setting.autocast():
             smashed: SmashedData = self.half(**inputs)
         self.observed.add("activations", smashed.activations.sum())  # NaN and infinity survive a sum
@@ -151,7 +154,7 @@ class ServerSide(_Side):
 
     def forward(self, smashed: SmashedData, batch: int) -> Any:
         """Return the model's output with its loss, on the graph of `smashed.activations`."""
-        self.setting.synchronize_masks("server_forward", batch)
+        self.setting.synchronize_masks(self.half, "server_forward", batch)
         with self.setting.autocast():
             return self.half(smashed)
 

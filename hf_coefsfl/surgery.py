@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .block_arguments import graft, named_arguments, replace_arguments
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _HIDDEN = "hidden"  # marks the hidden state in the template of a block's output
 
 
@@ -120,6 +121,16 @@ class _Inject(nn.Module):
         return super().__call__(*args, **kwargs)
 
 
+class _Absent(nn.Module):
+    """A module of the server in a client."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"The client's forward pass never reached the cut but {type(self).__name__}, which is the server's. "
+            "Something skips blocks (layer drop, early exit): switch it off."
+        )
+
+
 class _PassThrough(nn.Module):
     """A block of the client in a server: returns its input in the structure of its output.
 
@@ -166,11 +177,12 @@ class _Hollow(nn.Module):
     """A module of the client in a server: returns zeros of the shape that it would return.
 
     The shape comes from a twin on the meta device, which takes neither memory nor time. A forward
-    that needs values there falls back to its own computation with weights of zero.
+    that needs values there, or returns other things than floats, falls back to its own computation,
+    with the modules inside it hollow and weights of zero.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        injection, twin = _injection.get(), self.__dict__["twin"]
+        injection, twin = _injection.get(), vars(self)["twin"]
         device = injection.activations.device if injection is not None else torch.device("cpu")
         dtype = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.float32)
 
@@ -183,11 +195,13 @@ class _Hollow(nn.Module):
         def to_zeros(value: Any) -> Any:
             return torch.zeros(value.shape, dtype=value.dtype, device=device) if isinstance(value, Tensor) else value
 
-        with torch.no_grad():
-            try:
+        try:
+            with torch.no_grad():
                 output = twin(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
-            except (NotImplementedError, RuntimeError):
-                return super().__call__(*args, **kwargs)
+        except Exception:  # whatever it is, the module's own computation meets it too if it is real
+            return super().__call__(*args, **kwargs)
+        if any(isinstance(t, Tensor) and not t.is_floating_point() for t in tree_leaves(output)):
+            return super().__call__(*args, **kwargs)
         return tree_map(to_zeros, output)
 
 
@@ -196,9 +210,7 @@ class _Hollow(nn.Module):
 
 def clone(model: nn.Module) -> nn.Module:
     """A copy of the modules of `model` that shares all its tensors."""
-    tensors: list[Any] = [*model.parameters(), *model.buffers()]
-    tensors += [value for m in model.modules() for value in vars(m).values() if isinstance(value, Tensor)]
-    return copy.deepcopy(model, {id(t): t for t in tensors})
+    return copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *_loose_tensors(model))})
 
 
 def make_client(model: nn.Module, cut: Cut, kept: set[int]) -> nn.Module:
@@ -221,15 +233,20 @@ def make_server(model: nn.Module, cut: Cut, kept: set[int]) -> nn.Module:
     """Turn `model` in place into a server half that keeps the parameters whose ids are in `kept`."""
     pass_through(model, cut)
     _subclass(list(model.get_submodule(cut.blocks).children())[cut.index], _Inject)
-    hollow: dict[int, nn.Module] = {}
-    for parent in list(model.modules()):
+    modules = list(model.modules())
+    foreign = [m for m in modules if _holds_none(m, kept) and not isinstance(m, _UNCALLED)]
+    twins = [_meta_twin(m) for m in foreign]
+    for parent in modules:
         for name, child in list(parent._modules.items()):
-            if child is not None and _is_leaf(child) and _holds_none(child, kept):
-                if id(child) not in hollow:
-                    hollow[id(child)] = _hollowed(child)
-                _replace(parent, name, hollow[id(child)])
-    for module in model.modules():
+            if child is not None and _is_leaf(child) and any(child is m for m in foreign):
+                _replace(parent, name, child)  # PEFT must not find it; larger modules stay registered
+    for module in modules:
         _zero_parameters(module, kept)
+    for module, twin in zip(foreign, twins):
+        if _is_leaf(module):
+            module._buffers = {name: t for name, t in module._buffers.items() if name in twin._parameters}
+        vars(module)["twin"] = twin
+        _subclass(module, _Hollow)
     return model
 
 
@@ -285,7 +302,8 @@ def _replace(parent: nn.Module, name: str, module: nn.Module | None) -> None:
 def _drop_modules(parent: nn.Module, kept: set[int]) -> None:
     for name, child in list(parent._modules.items()):
         if child is not None and _holds_none(child, kept):
-            _replace(parent, name, _emptied(child))
+            _subclass(_emptied(child), _Absent)
+            _replace(parent, name, child)
         elif child is not None:
             _drop_modules(child, kept)
 
@@ -300,21 +318,21 @@ def _is_leaf(module: nn.Module) -> bool:
     return not module._modules or set(module._modules) == {"parametrizations"}
 
 
-def _hollowed(module: nn.Module) -> nn.Module:
-    weights: list[Tensor] = [*module.parameters(), *module.buffers()]
-    # Copied straight to the meta device: the weights are never held twice.
-    twin = copy.deepcopy(module, {id(t): t.to("meta") for t in weights if not isinstance(t, nn.Parameter)}
-                         | {id(t): nn.Parameter(t.detach().to("meta"), t.requires_grad) for t in module.parameters()})
-    twin.eval()
-    twin._forward_hooks.clear()
-    twin._forward_pre_hooks.clear()
-    vars(module)["twin"] = twin
-    module._buffers = dict.fromkeys(module._buffers)
-    if module._modules:  # parametrized: its weights are made by its child
-        _emptied(module)
-    _zero_parameters(module, set())
-    _subclass(module, _Hollow)
-    return module
+def _meta_twin(module: nn.Module) -> nn.Module:
+    """A copy of a module on the meta device; its weights are never held twice."""
+    meta: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), False) for p in module.parameters()}
+    meta |= {id(t): t.detach().to("meta") for t in _loose_tensors(module)}
+    twin = copy.deepcopy(module, meta).eval()
+    for m in twin.modules():
+        m._forward_hooks.clear()
+        m._forward_pre_hooks.clear()
+    return twin
+
+
+def _loose_tensors(module: nn.Module) -> list[Tensor]:
+    """The tensors of a module that are not parameters: buffers and plain attributes."""
+    plain = [value for m in module.modules() for value in vars(m).values() if isinstance(value, Tensor)]
+    return [*module.buffers(), *plain]
 
 
 def _zero_parameters(module: nn.Module, kept: Iterable[int]) -> None:

@@ -96,6 +96,7 @@ class SplitFedTrainer(Trainer):
         self._halves = nn.ModuleList([self.split.client, self.split.server])
         self.client_parameters, self.server_parameters = trainable_sides(self.split)
         self.task = Task.of(base, self.label_names)
+        args.make_method().check_task(self.task)
         self.ledger = Ledger()
         self._reports: list[dict[str, float]] = []  # of the rounds since the last log
         self._update_norm = 0.0
@@ -327,8 +328,22 @@ class SplitFedTrainer(Trainer):
             save_halves(self.split, folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if isinstance(self.model, PeftModel):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self._load_weights(resume_from_checkpoint)
         self.ledger = Ledger.load(Path(resume_from_checkpoint) / LEDGER_NAME)
+
+    def _load_best_model(self) -> None:
+        if isinstance(self.model, PeftModel):
+            super()._load_best_model()
+        else:
+            self._load_weights(str(self.state.best_model_checkpoint))
+
+    def _load_weights(self, folder: str) -> None:
+        """Load a whole model. `from_pretrained` knows the names that `save_pretrained` writes; Trainer does not."""
+        assert isinstance(self.model, PreTrainedModel)
+        self.model.load_state_dict(type(self.model).from_pretrained(folder, dtype=self.model.dtype).state_dict())
 
     def plot_partition(self, path: str | os.PathLike[str], column: str | None = None) -> None:
         """Save a picture of the clients' samples by class."""

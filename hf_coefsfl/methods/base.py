@@ -8,6 +8,7 @@ from typing import Any, ClassVar, get_type_hints
 
 from ..links import ClientLink
 from ..messages import Feedback, SmashedData
+from ..outputs import Task
 from ..sides import ClientSide, ServerSide
 
 METHODS: dict[str, type[Method]] = {}
@@ -29,6 +30,9 @@ class Method:
         super().__init_subclass__(**kwargs)
         if "name" in cls.__dict__:
             METHODS[cls.name] = cls
+
+    def check_task(self, task: Task) -> None:
+        """Raise ValueError if the method cannot train for this task. Called before training starts."""
 
     def round(self, client: ClientLink, server: ServerSide) -> None:
         """Run one communication round with one client. Runs on the server."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..messages import Feedback, SmashedData
-from ..outputs import OutputBlock
+from ..outputs import OutputBlock, Task
 from ..sides import ServerSide, on_graph
 from .reuse import GradientReuse
 
@@ -42,6 +42,10 @@ class CoeFJ(GradientReuse):
                 f"curvature_bound (M) must be a finite number >= 0 or None, got {self.curvature_bound}. 0.5 bounds the "
                 "softmax cross-entropy, None chooses per sample, 0 turns CoeF-J into gradient reuse."
             )
+
+    def check_task(self, task: Task) -> None:
+        """Refuse a loss whose curvature cannot be bounded."""
+        task.check_curvature()
 
     def feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
         """Return g₀, the projections u (b, blocks, R, *s) and the start curvature m (b, blocks)."""

@@ -1,0 +1,155 @@
+"""What runs compare by: the table, and the curves of a metric over rounds and over what crossed the cut."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import Any
+
+MIB = 2**20
+
+# Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that is too pale for lines. Each
+# goes with a marker and a dash, so that curves that lie on each other and black and white prints stay readable.
+_COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_MARKERS = ("o", "X", "s", "^", "D", "v", "P", "*")
+_DASHES = ("solid", "dashed", "dashdot", "dotted")
+_LOG_FROM = 5.0  # a spread of the runs' totals from which on a linear axis would squeeze the cheap ones
+
+
+def format_table(
+    rows: Sequence[Mapping[str, Any]],
+    columns: Sequence[str] | Mapping[str, str] | None = None,
+    *,
+    markdown: bool = False,
+) -> str:
+    """Return rows as an aligned text table, numbers to the right, or as a Markdown one.
+
+    Args:
+        rows: one dict a row. A missing entry or None stays empty.
+        columns: which entries to show, in this order: names, or a dict from name to format specification such as
+            `{"accuracy": ".1%"}` (applied to numbers only). Default: every entry in order of first appearance.
+        markdown: return a Markdown table.
+
+    ```python
+    >>> rows = [{"method": "vanilla", "MiB": 12.5}, {"method": "coef_j", "MiB": 104.0}]
+    >>> print(format_table(rows, {"method": "", "MiB": ".1f"}))
+    method  |   MiB
+    --------+------
+    vanilla |  12.5
+    coef_j  | 104.0
+
+    ```
+    """
+    if columns is None:
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+    formats = dict(columns) if isinstance(columns, Mapping) else dict.fromkeys(columns, "")
+    cells = [[_cell(row.get(name), spec, markdown) for name, spec in formats.items()] for row in rows]
+    table = [list(formats), *cells]
+    least = 3 if markdown else 1  # Markdown's rule under the header has at least three characters
+    widths = [max(least, *(len(line[i]) for line in table)) for i in range(len(formats))]
+    right = [any(map(_is_number, values)) and all(v is None or _is_number(v) for v in values)
+             for values in ([row.get(name) for row in rows] for name in formats)]  # fmt: skip
+    lines = [
+        [cell.rjust(width) if r else cell.ljust(width) for cell, width, r in zip(line, widths, right, strict=True)]
+        for line in table
+    ]
+    if markdown:
+        rule = ["-" * (width - r) + ":" * r for width, r in zip(widths, right, strict=True)]
+        return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
+    rule = ["-" * width for width in widths]
+    return "\n".join(["-+-".join(rule) if line is rule else " | ".join(line).rstrip() for line in (lines[0], rule, *lines[1:])])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _cell(value: Any, spec: str, markdown: bool) -> str:
+    if value is None:
+        return ""
+    text = format(value, spec) if _is_number(value) else str(value)
+    return text.replace("|", "\\|") if markdown else text
+
+
+def accuracy_curve(
+    log_history: Sequence[Mapping[str, Any]], metric: str = "eval_accuracy"
+) -> list[tuple[int, float, float]]:
+    """Return (round, MiB that crossed the cut until then, metric) for each evaluation of a run.
+
+    Args:
+        log_history: `trainer.state.log_history`. Its training logs report the bytes of the rounds since the last one;
+            with `logging_steps=1`, the default, every evaluation finds those of all rounds before it.
+        metric: the name of the metric as evaluation logs it.
+    """
+    traffic: dict[int, float] = {}  # bytes by the step that logged them; a repeated entry counts once
+    for entry in log_history:
+        if "bytes_up" in entry:
+            traffic[int(entry["step"])] = float(entry["bytes_up"]) + float(entry.get("bytes_down", 0))
+    values = {int(entry["step"]): float(entry[metric]) for entry in log_history if metric in entry}
+    if not values:
+        known = sorted({name for entry in log_history for name in entry if name.startswith("eval_")})
+        raise ValueError(
+            f"The log history has no {metric!r}. It has: {', '.join(known) or 'no evaluation at all'}. Set eval_strategy "
+            "and compute_metrics, or name another metric."
+        )
+    return [
+        (step, sum(sent for logged, sent in traffic.items() if logged <= step) / MIB, values[step])
+        for step in sorted(values)
+    ]
+
+
+def plot_runs(
+    runs: Mapping[str, Sequence[tuple[int, float, float]]],
+    path: str | os.PathLike[str],
+    *,
+    metric: str = "accuracy",
+    title: str | None = None,
+) -> None:
+    """Save a picture of the runs (PNG, PDF, ... by the ending of `path`): the metric over rounds and over MiB.
+
+    The MiB axis is logarithmic where the runs' totals differ by a factor of five or more.
+
+    Args:
+        runs: for each run's name its (round, cumulative MiB, metric), as `accuracy_curve` gives them.
+        path: the file to write.
+        metric: the label of the vertical axis.
+        title: a heading over both panels.
+    """
+    from matplotlib.figure import Figure  # a figure of its own: no pyplot, no global backend
+    from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+
+    if not runs or not all(runs.values()):
+        empty = [name for name, points in runs.items() if not points]
+        raise ValueError(f"There is nothing to draw for {', '.join(empty) or 'no runs'}.")
+    figure = Figure(figsize=(10, 4.4), dpi=150, layout="constrained")
+    over_rounds, over_mib = figure.subplots(1, 2, sharey=True)
+    styles = zip(cycle(_COLOURS), cycle(_MARKERS), cycle(_DASHES), strict=False)
+    for (name, points), (colour, marker, dash) in zip(runs.items(), styles, strict=False):
+        rounds, mib, values = zip(*points, strict=True)
+        style = {
+            "color": colour, "marker": marker, "linestyle": dash, "linewidth": 1.8, "markersize": 6,
+            "markeredgecolor": "white", "markeredgewidth": 0.6,
+        }  # fmt: skip
+        over_rounds.plot(rounds, values, label=name, **style)
+        over_mib.plot(mib, values, **style)
+    over_rounds.set_xlabel("round")
+    over_rounds.xaxis.set_major_locator(MaxNLocator(integer=True))
+    over_rounds.set_ylabel(metric)
+    if all(0 <= value <= 1 for points in runs.values() for _, _, value in points):
+        over_rounds.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    over_mib.set_xlabel("MiB over the cut, both directions, all clients")
+    totals = [points[-1][1] for points in runs.values()]
+    positive = all(mib > 0 for points in runs.values() for _, mib, _ in points)
+    if positive and max(totals) >= _LOG_FROM * min(totals):
+        over_mib.set_xscale("log")
+        over_mib.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    else:
+        over_mib.set_xlim(left=0)
+    for axes in (over_rounds, over_mib):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=min(len(runs), 5), frameon=False, handlelength=3.5)
+    if title is not None:
+        figure.suptitle(title, fontsize=11)
+    figure.savefig(path)
