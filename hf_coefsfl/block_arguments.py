@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 def argument_names(block: nn.Module) -> list[str]:
     """Names of the positional arguments of a block; the first is its hidden state."""
-    return list(_argument_names(type(block)))
+    return list(_argument_names(type(block).forward))
 
 
 @lru_cache
-def _argument_names(block_class: type[nn.Module]) -> tuple[str, ...]:
+def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = list(inspect.signature(block_class.forward).parameters.items())[1:]  # without self
+    parameters = list(inspect.signature(forward).parameters.items())[1:]  # without self
     return tuple(name for name, p in parameters if p.kind in kinds)
 
 
@@ -26,7 +26,7 @@ def named_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     """The arguments of a call by name, the hidden state first."""
     names = argument_names(block)
     names += [str(i) for i in range(len(names), len(args))]
-    named = dict(zip(names, args)) | kwargs
+    named = dict(zip(names, args, strict=False)) | kwargs
     hidden = hidden_name(block, named)
     return {hidden: named.pop(hidden), **named}
 
@@ -48,7 +48,7 @@ def replace_arguments(
     """The call with some arguments replaced; positional ones stay so, as reentrant checkpointing needs."""
     names = argument_names(block)
     positional = set(names[: len(args)])
-    args = tuple(new.get(name, a) for name, a in zip(names, args)) + args[len(names) :]
+    args = tuple(new.get(name, a) for name, a in zip(names, args, strict=False)) + args[len(names) :]
     return args, kwargs | {name: value for name, value in new.items() if name not in positional}
 
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
@@ -46,7 +46,7 @@ def save_half(half: Half, folder: str | Path) -> None:
         "model_class": type(base).__name__,
         "attention": getattr(base.config, "_attn_implementation", None),
         "adapters": list(adapters),
-        "active_adapters": list(half.model.active_adapters) if adapters else [],
+        "active_adapters": list(cast(Any, half.model).active_adapters) if adapters else [],
         "parameters": sorted(parameters),
         "trainable": sorted(name for name, p in parameters.items() if p.requires_grad),
         # A wrapper may have moved the blocks since the split.
@@ -120,8 +120,8 @@ def _model_class(name: str, own: type | None = None) -> Any:
     found = getattr(transformers, name, None)
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)) or own not in (None, found):
         raise ValueError(
-            f"{name!r} is not a model class of transformers {transformers.__version__}: a half of a class from elsewhere "
-            "cannot be saved to or read from a folder. Keep it in memory, or use a class of transformers."
+            f"{name!r} is not a model class of transformers {transformers.__version__}: a half of a class from "
+            "elsewhere cannot be saved to or read from a folder. Keep it in memory, or use a class of transformers."
         )
     return found
 
@@ -162,8 +162,7 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], trainable: set[str]) -> 
             loaded = tensors[name]
             is_parameter = isinstance(value, nn.Parameter)
             filled[id(value)] = nn.Parameter(loaded, name in trainable) if is_parameter else loaded
-        for group in (module._parameters, module._buffers, vars(module)):
-            if key in group:
-                group[key] = filled[id(value)]
+        groups: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        next(group for group in groups if group.get(key) is value)[key] = filled[id(value)]
     if missing:
         raise ValueError(f"{_TENSORS} lacks {len(missing)} tensors of this half: {', '.join(missing[:5])}.")

@@ -10,8 +10,16 @@ from torch import Tensor, nn
 
 from .block_arguments import leaves
 from .messages import SmashedData
-from .placeholders import accepts, crossing_context, is_generative_pair, placeholder_inputs, refuse_block_outputs, sort_inputs
-from .surgery import Cut, CutReached, Injection, RandomState, injecting
+from .placeholders import (
+    accepts,
+    crossing_context,
+    is_generative_pair,
+    placeholder_inputs,
+    refuse_block_outputs,
+    sort_inputs,
+)
+from .stand_ins import CutReached, Injection, RandomState, injecting
+from .surgery import Cut
 
 
 class Half(nn.Module):
@@ -60,7 +68,7 @@ class ClientHalf(Half):
         Labels are not needed; if given they are not used here, only carried along in the result.
         The activations, and what else the block at the cut needs, stay on the client's graph.
         """
-        raw, labels, shapes = sort_inputs(self.model, inputs)
+        raw, labels, shapes = sort_inputs(inputs)
         arguments = run_to_cut(self.model, raw | self._options())
         activations: Tensor = arguments.pop(next(iter(arguments)))
         context = crossing_context(self.model, raw, self.cut.crossing, activations.device)
@@ -68,7 +76,9 @@ class ClientHalf(Half):
         for path in self.cut.shipped:
             if path in found:
                 leaf = found[path]
-                context[f"block.{path}"] = leaf if isinstance(leaf, Tensor) else torch.tensor(leaf, device=activations.device)
+                context[f"block.{path}"] = (
+                    leaf if isinstance(leaf, Tensor) else torch.tensor(leaf, device=activations.device)
+                )
         return SmashedData(activations, context, labels, shapes)
 
 
@@ -105,8 +115,8 @@ class ServerHalf(Half):
             output = self.model(**(placeholders | inputs | self._options()))
         if not injection.reached:
             raise RuntimeError(
-                f"The server's forward pass never reached block {self.cut.index} of {self.cut.blocks!r}, so the smashed "
-                "data was not used. Something skips blocks (layer drop, early exit): switch it off."
+                f"The server's forward pass never reached block {self.cut.index} of {self.cut.blocks!r}, so the "
+                "smashed data was not used. Something skips blocks (layer drop, early exit): switch it off."
             )
         return output
 

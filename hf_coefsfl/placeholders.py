@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import find_labels
 
 from .messages import SmashedData
 
@@ -22,27 +22,23 @@ _REFUSED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 def unwrapped(model: nn.Module) -> Any:
     """The Hugging Face model inside a PEFT wrapper, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    wrapper: Any = model
+    return wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else model
 
 
 def accepts(model: nn.Module, name: str) -> bool:
     """Whether the forward of the (unwrapped) model has an argument of this name."""
-    return name in _signature(type(unwrapped(model)))
+    return name in _signature(type(unwrapped(model)).forward)
 
 
-def is_label(model: nn.Module, name: str) -> bool:
+def is_label(name: str) -> bool:
     """Whether an input belongs to the loss or to the decoder, and so to the server."""
-    return "label" in name or name.startswith("decoder_") or name in _labels(type(unwrapped(model)))
+    return "label" in name or name in ("start_positions", "end_positions") or name.startswith("decoder_")
 
 
 @lru_cache
-def _signature(model_class: type[nn.Module]) -> frozenset[str]:
-    return frozenset(inspect.signature(model_class.forward).parameters)
-
-
-@lru_cache
-def _labels(model_class: type[nn.Module]) -> frozenset[str]:
-    return frozenset(find_labels(model_class))
+def _signature(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def is_generative_pair(model: nn.Module) -> bool:
@@ -55,19 +51,23 @@ def refuse_block_outputs(inputs: dict[str, Any]) -> None:
     """Refuse to return what every block has computed: a half has only some of them."""
     for name in _REFUSED:
         if inputs.get(name):
-            raise ValueError(f"{name}=True is not supported by the halves of a model: each has only some of its blocks.")
+            raise ValueError(
+                f"{name}=True is not supported by the halves of a model: each has only some of its blocks."
+            )
 
 
 def sort_inputs(
-    model: nn.Module, inputs: dict[str, Any]
+    inputs: dict[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, tuple[int, ...]]]:
     """Sort a batch into the inputs that the client runs on, the labels, and the shapes of the raw tensors."""
     refuse_block_outputs(inputs)
-    raw, labels, shapes = {}, {}, {}
+    raw: dict[str, Any] = {}
+    labels: dict[str, Tensor] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, value in inputs.items():
         if value is None or name == "use_cache":
             continue
-        if is_label(model, name):
+        if is_label(name):
             labels[name] = value
         elif isinstance(value, Tensor):
             raw[name] = value
@@ -79,7 +79,9 @@ def sort_inputs(
     return raw, labels, shapes
 
 
-def crossing_context(model: nn.Module, raw: dict[str, Any], crossing: tuple[str, ...], device: Any) -> dict[str, Tensor]:
+def crossing_context(
+    model: nn.Module, raw: dict[str, Any], crossing: tuple[str, ...], device: Any
+) -> dict[str, Tensor]:
     """What the server needs of the inputs: padding as bool (1 byte per token), positions, flags.
 
     `padding` is sent only where it differs from the attention mask, e.g. where the padding id is
@@ -166,7 +168,7 @@ def example_inputs(model: nn.Module) -> dict[str, Tensor]:
     Raises a ValueError for models whose input cannot be derived, which asks for `example_inputs=`.
     """
     base = unwrapped(model)
-    config, name = base.config, getattr(base, "main_input_name", None)
+    name: str = getattr(base, "main_input_name", "")
     generator = torch.Generator().manual_seed(0)  # leaves the global generator alone
     makers = {
         "input_ids": _example_text,

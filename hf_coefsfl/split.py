@@ -12,15 +12,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .blocks import check_cut, find_blocks
 from .half_files import load_client, load_server
 from .halves import ClientHalf, ServerHalf, run_to_cut
 from .messages import SmashedData
-from .placeholders import accepts, crossing_context, example_inputs as derive_inputs, placeholder_inputs
-from .placeholders import sort_inputs, unwrapped
-from .surgery import Cut, RandomState, clone, make_client, make_probe, make_server
+from .placeholders import accepts, crossing_context, placeholder_inputs, sort_inputs, unwrapped
+from .placeholders import example_inputs as derive_inputs
+from .stand_ins import RandomState
+from .surgery import Cut, clone, make_client, make_probe, make_server
 from .tracing import Ownership, Record, arguments_to_ship, difference, evaluating, find_owners, record_run, training
 
 __all__ = ["ClientHalf", "ServerHalf", "SplitModel", "load_client", "load_server", "split_model"]
@@ -103,6 +104,7 @@ def split_model(
 
 def _split_exactly(model: nn.Module, path: str, container: nn.Module, cut: int, inputs: dict[str, Any]) -> SplitModel:
     """Calibrate, split and check; inputs besides the main one cross only if it is not exact without."""
+    kind = type(unwrapped(model)).__name__
     record = _run_example(model, path, container, cut, inputs)
     templates = tuple(record.templates[i] for i in range(cut))
     tolerance = _TOLERANCE.get(next(iter(record.arguments.values())).dtype, 5e-2)
@@ -123,15 +125,15 @@ def _split_exactly(model: nn.Module, path: str, container: nn.Module, cut: int, 
         if gap <= tolerance:
             if (noise := _training_gap(split, inputs)) > tolerance / 100:
                 warnings.warn(
-                    f"{type(unwrapped(model)).__name__} draws random numbers for its server's blocks before the first "
-                    f"block: in training mode dropout differs from the unsplit model's (outputs differ by {noise:.1e}). "
+                    f"{kind} draws random numbers for its server's blocks before the first block: in training mode "
+                    f"dropout differs from the unsplit model's (outputs differ by {noise:.1e}). "
                     "In evaluation mode, or with dropout 0, the halves are exact.",
                     stacklevel=3,
                 )
             return split
         problem = f"their outputs differ by {gap:.1e} of the largest"
     raise ValueError(
-        f"{type(unwrapped(model)).__name__} cannot be cut after block {cut} of {path!r}: on an example, client then server "
+        f"{kind} cannot be cut after block {cut} of {path!r}: on an example, client then server "
         f"do not compute what the model computes ({problem}). Its server side needs more of the raw input than the "
         "smashed data, as classifiers do that feed the token ids to a decoder as well (BART, T5): use an encoder-only "
         "or decoder-only model, or its variant for generation, or cut another list of blocks with `blocks=`."
@@ -140,19 +142,20 @@ def _split_exactly(model: nn.Module, path: str, container: nn.Module, cut: int, 
 
 def _run_example(model: nn.Module, path: str, container: nn.Module, cut: int, inputs: dict[str, Any]) -> Record:
     """Run the unsplit model once and check that the blocks are used as blocks."""
+    kind = type(unwrapped(model)).__name__
     try:
         with evaluating(model):
             record = record_run(model, container, cut, inputs | _no_cache(model))
     except ValueError as error:
-        raise ValueError(f"{type(unwrapped(model)).__name__} cannot be cut in {path!r}: {error}") from error
+        raise ValueError(f"{kind} cannot be cut in {path!r}: {error}") from error
     except Exception as error:
         raise ValueError(
-            f"{type(unwrapped(model)).__name__} could not run on an example with {sorted(inputs)}: {error}. "
+            f"{kind} could not run on an example with {sorted(inputs)}: {error}. "
             "Pass a small batch it can run on as `example_inputs={...}`."
         ) from error
     if record.calls != 1 or len(record.templates) < cut:
         raise ValueError(
-            f"Block {cut} of {path!r} ran {record.calls} times in one forward pass of {type(unwrapped(model)).__name__}, "
+            f"Block {cut} of {path!r} ran {record.calls} times in one forward pass of {kind}, "
             "not once after the blocks before it: blocks are shared or skipped. Name another list with `blocks=`."
         )
     return record
@@ -160,7 +163,7 @@ def _run_example(model: nn.Module, path: str, container: nn.Module, cut: int, in
 
 def _rebuilt_arguments(model: nn.Module, plan: Cut, inputs: dict[str, Any], record: Record) -> dict[str, Any]:
     """What a server makes of placeholders for the block at the cut."""
-    raw, labels, shapes = sort_inputs(model, inputs)
+    raw, labels, shapes = sort_inputs(inputs)
     hidden = next(iter(record.arguments.values()))
     context = crossing_context(model, raw, plan.crossing, hidden.device)
     smashed = SmashedData(hidden, context, labels, shapes)

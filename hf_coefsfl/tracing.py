@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .block_arguments import hidden_name, leaves, named_arguments, replace_arguments
-from .surgery import output_template
+from .stand_ins import output_template
 
 
 @dataclass
@@ -99,9 +99,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
 
-def find_owners(
-    model: nn.Module, path: str, cut: int, inputs: dict[str, Any], shipped: dict[str, str]
-) -> Ownership:
+def find_owners(model: nn.Module, path: str, cut: int, inputs: dict[str, Any], shipped: dict[str, str]) -> Ownership:
     """Give each parameter to the half, or the halves, that need it.
 
     A parameter that the example reaches from neither (a pooler without use, an expert without
@@ -205,7 +203,7 @@ def _leaves_of_graph(tensors: Iterable[Tensor]) -> set[int]:
     """Ids of the parameters that tensors were computed from."""
     found: set[int] = set()
     seen: set[Any] = set()
-    todo = []
+    todo: list[Any] = []
     for t in tensors:
         if t.grad_fn is not None:
             todo.append(t.grad_fn)

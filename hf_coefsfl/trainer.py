@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
@@ -73,7 +74,7 @@ class SplitFedTrainer(Trainer):
         if not isinstance(model, (PreTrainedModel, PeftModel)):
             raise ValueError(f"model must be a PreTrainedModel or a PeftModel, got {type(model).__name__}.")
         base = model.get_base_model() if isinstance(model, PeftModel) else model
-        Task.of(base, [])  # refuses a model without a head before anything is built
+        args.make_method().check_task(Task.of(base, []))  # before the model is touched
         self.federation = Federation.of(train_dataset, args) if train_dataset is not None else None
         model = self._with_adapter(model, args, peft_config)
         _ = args.device  # sets up the devices
@@ -96,7 +97,6 @@ class SplitFedTrainer(Trainer):
         self._halves = nn.ModuleList([self.split.client, self.split.server])
         self.client_parameters, self.server_parameters = trainable_sides(self.split)
         self.task = Task.of(base, self.label_names)
-        args.make_method().check_task(self.task)
         self.ledger = Ledger()
         self._reports: list[dict[str, float]] = []  # of the rounds since the last log
         self._update_norm = 0.0
@@ -113,6 +113,11 @@ class SplitFedTrainer(Trainer):
             if peft_config is not None:
                 raise ValueError("model is a PeftModel already and peft_config is given. Pass the one or the other.")
             return model
+        if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+            raise ValueError(
+                "model holds PEFT layers already, for instance of an earlier trainer: PEFT changes a model in place. Load "
+                "it anew, or give each trainer a copy.deepcopy of it."
+            )
         if args.full_finetuning:
             if peft_config is not None:
                 raise ValueError("full_finetuning=True trains every weight, yet peft_config is given. Drop one of them.")

@@ -1,8 +1,8 @@
 """Tiny models with random weights, one per architecture and head, and a batch for each.
 
-    entry = MODELS["bert"]
-    model, batch = entry.make(), entry.batch()
-    model(**batch).loss
+entry = MODELS["bert"]
+model, batch = entry.make(), entry.batch()
+model(**batch).loss
 """
 
 from __future__ import annotations
@@ -214,11 +214,13 @@ def _entries() -> list[TinyModel]:
         TinyModel("mistral-tags", "MistralForTokenClassification", _DECODER | {"sliding_window": 4}, text, tags, qv),
         TinyModel("qwen2-lm", "Qwen2ForCausalLM", _DECODER | {"tie_word_embeddings": True}, text, tokens, qv),
         TinyModel("qwen3-qa", "Qwen3ForQuestionAnswering", _DECODER, text, spans, qv),
-        TinyModel("gemma2", "Gemma2ForSequenceClassification", _DECODER | {"sliding_window": 4}, text, classes, qv, attention=eager),
+        TinyModel("gemma2", "Gemma2ForSequenceClassification", _DECODER | {"sliding_window": 4}, text, classes, qv,
+                  attention=eager),
         TinyModel("gemma3-lm", "Gemma3ForCausalLM", _DECODER | {"sliding_window": 4}, text, tokens, qv),
         TinyModel("phi", "PhiForSequenceClassification", _SIZES | {"resid_pdrop": 0.1, "attention_dropout": 0.1}, text,
                   classes, qv),
-        TinyModel("mixtral", "MixtralForSequenceClassification", _DECODER | {"num_local_experts": 4}, text, classes, qv),
+        TinyModel("mixtral", "MixtralForSequenceClassification", _DECODER | {"num_local_experts": 4}, text, classes,
+                  qv),
         TinyModel("t5", "T5ForConditionalGeneration", _T5, text, tokens, ("q", "v"), attention=eager),
         TinyModel("t5-tags", "T5ForTokenClassification", _T5, text, tags, ("q", "v"), attention=eager),
         TinyModel("bart", "BartForConditionalGeneration", _SEQ2SEQ, text, tokens, qv),

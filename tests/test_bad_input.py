@@ -137,6 +137,13 @@ def test_two_adapters_or_none(tmp_path: Path) -> None:
         trainer(tmp_path, full_finetuning=True, peft_config=lora)
 
 
+def test_a_model_used_twice(tmp_path: Path) -> None:
+    model = tiny_vit()
+    trainer(tmp_path, model)
+    with pytest.raises(ValueError, match="holds PEFT layers already"):
+        trainer(tmp_path, model)
+
+
 def test_nothing_to_train_on_a_side(tmp_path: Path) -> None:
     above = LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[2, 3])
     with pytest.raises(ValueError, match="Nothing is trained below the cut at block 2 of 4"):

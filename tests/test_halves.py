@@ -253,5 +253,5 @@ def test_a_server_that_skips_the_cut() -> None:
 def test_a_client_that_skips_the_cut() -> None:
     split = split_model(MODELS["llama"].make().eval(), 2)
     split.client.model.model.layers = split.client.model.model.layers[:2]
-    with pytest.raises(RuntimeError, match="never reached the cut but .*LlamaRMSNorm"):
+    with pytest.raises(RuntimeError, match=r"never reached the cut but .*LlamaRMSNorm"):
         split.client(**MODELS["llama"].batch())

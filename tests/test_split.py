@@ -277,7 +277,9 @@ def inputs_seen(model: nn.Module, run: Callable[[], Any]) -> list[torch.Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2-lm", "llama", "deberta-v2", "t5-tags", "vit", "swin", "wav2vec2", "timm-vit"])
+@pytest.mark.parametrize(
+    "name", ["bert", "gpt2-lm", "llama", "deberta-v2", "t5-tags", "vit", "swin", "wav2vec2", "timm-vit"]
+)
 def test_the_server_sees_no_raw_inputs(name: str) -> None:
     entry = MODELS[name]
     model = entry.make().eval()
@@ -299,7 +301,9 @@ def test_the_server_sees_no_raw_inputs(name: str) -> None:
         return any(t.shape == first[raw_name].shape and torch.equal(t, first[raw_name]) for t in seen)
 
     assert not raw_among(seen_one)
-    assert raw_among(inputs_seen(model, lambda: model(**first, **targets))), "the search finds raw inputs if there are any"
+    assert raw_among(inputs_seen(model, lambda: model(**first, **targets))), (
+        "the search finds raw inputs if there are any"
+    )
 
 
 def test_a_mask_crosses_as_one_byte_per_token() -> None:
@@ -350,7 +354,10 @@ def test_tensors_are_shared_and_each_has_an_owner(name: str) -> None:
         ("vit", []),
         ("bert-mlm", ["bert.embeddings.word_embeddings.weight"]),
         ("gpt2-lm", ["transformer.wte.weight"]),
-        ("deberta-v2", [f"deberta.encoder.{n}" for n in ("rel_embeddings.weight", "LayerNorm.weight", "LayerNorm.bias")]),
+        (
+            "deberta-v2",
+            [f"deberta.encoder.{n}" for n in ("rel_embeddings.weight", "LayerNorm.weight", "LayerNorm.bias")],
+        ),
         ("t5-tags", ["transformer.encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"]),
     ],
 )
@@ -395,7 +402,7 @@ def test_unused_parameters_go_by_their_place() -> None:
 def test_the_model_is_left_as_it_was(name: str) -> None:
     entry = MODELS[name]
     model, batch = entry.make().train(), entry.batch()
-    list(model.parameters())[0].requires_grad_(False)
+    next(model.parameters()).requires_grad_(False)
     list(model.modules())[-1].eval()
     model.get_submodule(split_model(model, 1).blocks)[1].eval()
     tensors = {key: t.clone() for key, t in model.state_dict().items()}
@@ -495,7 +502,9 @@ def test_pooling_at_a_special_token_is_refused() -> None:
         split_model(model, 2)
 
 
-@pytest.mark.parametrize(("name", "field"), [("wav2vec2", "layerdrop"), ("opt", "layerdrop"), ("bart", "encoder_layerdrop")])
+@pytest.mark.parametrize(
+    ("name", "field"), [("wav2vec2", "layerdrop"), ("opt", "layerdrop"), ("bart", "encoder_layerdrop")]
+)
 def test_layer_drop_is_refused(name: str, field: str) -> None:
     with pytest.raises(ValueError, match=rf"config\.{field} is 0\.1.*{field}=0\.0"):
         split_model(MODELS[name].make(**{field: 0.1}), 2)
