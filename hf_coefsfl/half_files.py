@@ -34,9 +34,15 @@ def save_half(half: Half, folder: str | Path) -> None:
     folder = Path(folder)
     base = unwrapped(half.model)
     _model_class(type(base).__name__, type(base))
+    adapters = getattr(half.model, "peft_config", {}) if base is not half.model else {}
+    for name, config in adapters.items():
+        if config.is_prompt_learning:
+            raise ValueError(
+                f"Adapter {name!r} ({config.peft_type}) makes virtual tokens from the whole model's embeddings: a half "
+                "with it cannot be saved. Use an adapter of the weights, such as LoRA."
+            )
     folder.mkdir(parents=True, exist_ok=True)
     base.config.save_pretrained(folder)
-    adapters = getattr(half.model, "peft_config", {}) if base is not half.model else {}
     for name, config in adapters.items():
         config.save_pretrained(str(_adapter_folder(folder, name)))
     parameters = dict(half.model.named_parameters())

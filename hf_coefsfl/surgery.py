@@ -42,12 +42,14 @@ def clone(model: nn.Module) -> nn.Module:
 def make_client(model: nn.Module, cut: Cut, kept: set[int]) -> nn.Module:
     """Turn `model` in place into a client half that keeps the parameters whose ids are in `kept`."""
     container = model.get_submodule(cut.blocks)
+    dropped: list[nn.Module] = []
     for i, (name, block) in enumerate(list(container.named_children())):
         if i == cut.index:
-            _subclass(_emptied(block), Stop)
+            dropped += _emptied(block, Stop)
         elif i > cut.index:
             del container._modules[name]
-    _drop_modules(model, kept)
+    dropped += _drop_modules(model, kept)
+    _forget_tensors(dropped, model)
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None and id(p) not in kept:
@@ -86,9 +88,11 @@ def make_probe(model: nn.Module, cut: Cut) -> nn.Module:
 
 def pass_through(model: nn.Module, cut: Cut) -> None:
     """Turn the client's blocks in `model` into pass-throughs without tensors or modules."""
+    dropped: list[nn.Module] = []
     for i, block in enumerate(list(model.get_submodule(cut.blocks).children())[: cut.index]):
-        _subclass(_emptied(block), PassThrough)
+        dropped += _emptied(block, PassThrough)
         vars(block).update(template=cut.templates[i], before_cut=i == cut.index - 1)
+    _forget_tensors(dropped, model)
 
 
 def cut_path(half: nn.Module) -> str:
@@ -103,18 +107,28 @@ def _subclass(module: nn.Module, behaviour: type[nn.Module]) -> None:
     module.__class__ = type(f"{behaviour.__name__}{own.__name__}", (behaviour, own), {})
 
 
-def _emptied(block: nn.Module) -> nn.Module:
-    """`block` without tensors; its modules stay readable as attributes but are no longer registered.
+def _emptied(module: nn.Module, behaviour: type[nn.Module]) -> list[nn.Module]:
+    """Let `behaviour` stand in for a module; return the modules that it no longer needs.
 
-    PEFT finds the modules to adapt by their registered names: a half must not get adapters for
-    blocks that it does not have.
+    They stay readable as attributes but are no longer registered. PEFT finds the modules to adapt
+    by their registered names: a half must not get adapters for blocks that it does not have.
     """
-    for module in block.modules():
-        module._parameters = dict.fromkeys(module._parameters)
-        module._buffers = dict.fromkeys(module._buffers)
-    for name, child in list(block.named_children()):
-        _replace(block, name, child)
-    return block
+    inner = list(module.modules())[1:]
+    module._parameters = dict.fromkeys(module._parameters)
+    module._buffers = dict.fromkeys(module._buffers)
+    for name, child in list(module.named_children()):
+        _replace(module, name, child)
+    _subclass(module, behaviour)
+    return inner
+
+
+def _forget_tensors(dropped: list[nn.Module], model: nn.Module) -> None:
+    """Take the tensors from modules that nothing else in `model` uses (VeRA's blocks share some)."""
+    alive = {id(m) for m in model.modules()}
+    for module in dropped:
+        if id(module) not in alive:
+            module._parameters = dict.fromkeys(module._parameters)
+            module._buffers = dict.fromkeys(module._buffers)
 
 
 def _replace(parent: nn.Module, name: str, module: nn.Module) -> None:
@@ -126,13 +140,16 @@ def _replace(parent: nn.Module, name: str, module: nn.Module) -> None:
         vars(parent)[name] = module
 
 
-def _drop_modules(parent: nn.Module, kept: set[int]) -> None:
-    for name, child in list(parent._modules.items()):
-        if child is not None and _holds_none(child, kept):
-            _subclass(_emptied(child), Absent)
+def _drop_modules(parent: nn.Module, kept: set[int]) -> list[nn.Module]:
+    """Drop what is the server's alone from a client; return the modules that are no longer needed."""
+    dropped: list[nn.Module] = []
+    for name, child in list(parent.named_children()):
+        if _holds_none(child, kept):
+            dropped += _emptied(child, Absent)
             _replace(parent, name, child)
-        elif child is not None:
-            _drop_modules(child, kept)
+        else:
+            dropped += _drop_modules(child, kept)
+    return dropped
 
 
 def _holds_none(module: nn.Module, kept: set[int]) -> bool:

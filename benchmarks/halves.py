@@ -1,0 +1,105 @@
+"""What each side holds: parameters of the whole model and of its halves, and the memory of a process that loads one.
+
+python benchmarks/halves.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel, get_peft_model
+from transformers import (
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+from transformers.utils import logging
+
+from hf_coefsfl import split_model
+from hf_coefsfl.adapters import default_lora
+from hf_coefsfl.report import format_table
+
+# Reads how much of a fresh process's memory a half takes: resident size after loading it, less before.
+LOAD = """
+import sys
+import hf_coefsfl
+def resident():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS")) / 1024
+before = resident()
+half = getattr(hf_coefsfl, f"load_{sys.argv[2]}")(sys.argv[1])
+total = sum(float(p.float().abs().sum()) for p in half.parameters())  # touches every page
+print(resident() - before)
+"""
+
+
+def vit_tiny() -> PreTrainedModel:
+    sizes = {"hidden_size": 192, "num_hidden_layers": 12, "num_attention_heads": 3, "intermediate_size": 768}
+    return ViTForImageClassification(ViTConfig(**sizes, num_labels=100))
+
+
+def distilroberta() -> PreTrainedModel:
+    vocabulary = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
+    return RobertaForSequenceClassification(RobertaConfig(**vocabulary, num_hidden_layers=6, num_labels=3))
+
+
+MODELS = {"ViT-Tiny": (vit_tiny, 4), "DistilRoBERTa": (distilroberta, 2)}
+
+
+def loaded_memory(folder: Path, side: str) -> float | None:
+    """MiB that a process of its own needs for a saved half; read from /proc, so on Linux only."""
+    if not Path("/proc/self/status").exists():
+        return None
+    done = subprocess.run([sys.executable, "-c", LOAD, str(folder), side], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def rows_of(name: str, model: PeftModel, cut: int) -> list[dict[str, Any]]:
+    split = split_model(model, cut)
+    parameters = list(model.parameters())
+    rows: list[dict[str, Any]] = [
+        {
+            "model": name,
+            "part": "whole",
+            "parameters": sum(p.numel() for p in parameters),
+            "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+            "MiB": sum(t.numel() * t.element_size() for t in (*parameters, *model.buffers())) / 2**20,
+        }
+    ]
+    for half in (split.client, split.server):
+        with tempfile.TemporaryDirectory() as folder:
+            half.save_pretrained(folder)
+            memory = loaded_memory(Path(folder), half.side)
+        rows.append(
+            {
+                "model": f"  cut at {cut}",
+                "part": half.side,
+                "parameters": half.num_parameters(),
+                "trainable": half.num_parameters(only_trainable=True),
+                "MiB": half.nbytes() / 2**20,
+                "loaded alone, MiB": memory,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    logging.disable_progress_bar()
+    rows = []
+    for name, (build, cut) in MODELS.items():
+        base = build()
+        rows += rows_of(name, get_peft_model(base, default_lora(base, head="frozen")), cut)
+    numbers = {"parameters": ",", "trainable": ",", "MiB": ".1f", "loaded alone, MiB": ".1f"}
+    print(format_table(rows, {"model": "", "part": ""} | numbers))
+
+
+if __name__ == "__main__":
+    main()
