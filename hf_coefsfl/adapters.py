@@ -145,4 +145,3 @@ def load_adapter(half: Half, folder: str | Path) -> None:
 def count(parameters: dict[str, nn.Parameter]) -> int:
     """Return the number of scalars in the parameters."""
     return sum(p.numel() for p in parameters.values())
-

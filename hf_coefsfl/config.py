@@ -68,7 +68,9 @@ class SplitFedConfig(TrainingArguments):
     local_epochs: int = field(default=1, metadata={"help": "Epochs of local updates in a round."})
 
     # --- Partition of a single dataset ---
-    partition: str = field(default="iid", metadata={"help": "iid, dirichlet (label skew) or column (a client a value)."})
+    partition: str = field(
+        default="iid", metadata={"help": "iid, dirichlet (label skew) or column (a client a value)."}
+    )
     partition_column: str | None = field(
         default=None, metadata={"help": "Column to skew or to split by. Default: labels or label."}
     )
@@ -82,7 +84,7 @@ class SplitFedConfig(TrainingArguments):
     max_grad_norm: float = field(default=0.0, metadata={"help": "Clip each side's gradient norm; 0 does not clip."})
     logging_steps: float = field(default=1, metadata={"help": "Rounds between logs."})
     save_steps: float = field(default=10, metadata={"help": "Rounds between checkpoints."})
-    report_to: None | str | list[str] = field(default="none", metadata={"help": "Where logs are reported to."})
+    report_to: str | list[str] | None = field(default="none", metadata={"help": "Where logs are reported to."})
 
     def __post_init__(self) -> None:
         """Check the federation's arguments before anything is built."""
@@ -149,6 +151,7 @@ class SplitFedConfig(TrainingArguments):
                 "dropout='off' runs the model in eval mode, where gradient checkpointing is inactive. Use "
                 "dropout='synced', or set the model's dropout probabilities to 0."
             )
+
     def make_method(self, round_index: int | None = None) -> Method:
         """Return the method of the run, or vanilla SFL while `round_index` is a warm-up round."""
         if round_index is not None and round_index < self.warmup_rounds:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from os import PathLike
 from typing import Any
 
@@ -102,7 +103,7 @@ class Federation:
         ends = np.cumsum([0, *self.sizes])
         rows = self.partition.indices
         if len(self.datasets) > 1:  # each client's rows, as places in the concatenation
-            rows = tuple(np.arange(start, stop) for start, stop in zip(ends[:-1], ends[1:], strict=True))
+            rows = tuple(np.arange(start, stop) for start, stop in pairwise(ends))
         plot_partition(Partition(rows, self.partition.names), values, path, names)
 
 

@@ -116,4 +116,3 @@ class Ledger:
         """Read what `save` wrote."""
         entry = json.loads(path.read_text())
         return cls(entry.pop("rounds"), Meter(**entry))
-

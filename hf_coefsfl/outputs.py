@@ -83,8 +83,8 @@ class Task:
         loss_type = getattr(model, "loss_type", None) or "ForCausalLM"  # transformers' own default
         if not find_labels(type(model)):
             raise ValueError(
-                f"{type(model).__name__} has no head that computes a loss. Load the model with a head for the task, e.g. "
-                "AutoModelForSequenceClassification.from_pretrained(...)."
+                f"{type(model).__name__} has no head that computes a loss. Load the model with a head for the task, "
+                "e.g. AutoModelForSequenceClassification.from_pretrained(...)."
             )
         encoder_decoder = getattr(config, "is_encoder_decoder", False)
         return cls(
@@ -152,9 +152,7 @@ class Task:
             mask = target.reshape(-1) != _IGNORED
             return OutputBlock("logits", "softmax", mask, _inverse(mask.sum()))
         mask = torch.ones(len(target), self.num_labels, dtype=torch.bool, device=target.device)
-        return OutputBlock(
-            "logits", "squared_error" if kind == "regression" else "sigmoid", mask, _inverse(mask.sum())
-        )
+        return OutputBlock("logits", "squared_error" if kind == "regression" else "sigmoid", mask, _inverse(mask.sum()))
 
     @staticmethod
     def _span(name: str, positions: Tensor, length: int | None) -> OutputBlock:

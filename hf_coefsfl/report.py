@@ -48,17 +48,21 @@ def format_table(
     table = [list(formats), *cells]
     least = 3 if markdown else 1  # Markdown's rule under the header has at least three characters
     widths = [max(least, *(len(line[i]) for line in table)) for i in range(len(formats))]
-    right = [any(map(_is_number, values)) and all(v is None or _is_number(v) for v in values)
-             for values in ([row.get(name) for row in rows] for name in formats)]  # fmt: skip
-    lines = [
+    right = [_is_numeric([row.get(name) for row in rows]) for name in formats]
+    header, *body = [
         [cell.rjust(width) if r else cell.ljust(width) for cell, width, r in zip(line, widths, right, strict=True)]
         for line in table
     ]
     if markdown:
-        rule = ["-" * (width - r) + ":" * r for width, r in zip(widths, right, strict=True)]
-        return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
-    rule = ["-" * width for width in widths]
-    return "\n".join(["-+-".join(rule) if line is rule else " | ".join(line).rstrip() for line in (lines[0], rule, *lines[1:])])
+        rule = ["-" * (width - 1) + (":" if r else "-") for width, r in zip(widths, right, strict=True)]
+        return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *body))
+    text = [" | ".join(line).rstrip() for line in (header, *body)]
+    return "\n".join([text[0], "-+-".join("-" * width for width in widths), *text[1:]])
+
+
+def _is_numeric(values: Sequence[Any]) -> bool:
+    known = [value for value in values if value is not None]
+    return bool(known) and all(map(_is_number, known))
 
 
 def _is_number(value: Any) -> bool:
@@ -90,8 +94,8 @@ def accuracy_curve(
     if not values:
         known = sorted({name for entry in log_history for name in entry if name.startswith("eval_")})
         raise ValueError(
-            f"The log history has no {metric!r}. It has: {', '.join(known) or 'no evaluation at all'}. Set eval_strategy "
-            "and compute_metrics, or name another metric."
+            f"The log history has no {metric!r}. It has: {', '.join(known) or 'no evaluation at all'}. Set "
+            "eval_strategy and compute_metrics, or name another metric."
         )
     return [
         (step, sum(sent for logged, sent in traffic.items() if logged <= step) / MIB, values[step])
@@ -129,7 +133,7 @@ def plot_runs(
         rounds, mib, values = zip(*points, strict=True)
         style = {
             "color": colour, "marker": marker, "linestyle": dash, "linewidth": 1.8, "markersize": 6,
-            "markeredgecolor": "white", "markeredgewidth": 0.6,
+            "markeredgecolor": "white", "markeredgewidth": 0.6, "alpha": 0.9,
         }  # fmt: skip
         over_rounds.plot(rounds, values, label=name, **style)
         over_mib.plot(mib, values, **style)
@@ -140,12 +144,9 @@ def plot_runs(
         over_rounds.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     over_mib.set_xlabel("MiB over the cut, both directions, all clients")
     totals = [points[-1][1] for points in runs.values()]
-    positive = all(mib > 0 for points in runs.values() for _, mib, _ in points)
-    if positive and max(totals) >= _LOG_FROM * min(totals):
-        over_mib.set_xscale("log")
+    if 0 < min(totals) * _LOG_FROM <= max(totals):
+        over_mib.set_xscale("log")  # leaves out an evaluation before the first round, at 0 MiB
         over_mib.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    else:
-        over_mib.set_xlim(left=0)
     for axes in (over_rounds, over_mib):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)

@@ -19,8 +19,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .adapters import default_lora, save_halves, trainable_sides
 from .config import SplitFedConfig
-from .federation import Federation
 from .fedavg import federated_average, flatten, unflatten_
+from .federation import Federation
 from .ledger import SUMMED, ClientReport, Ledger, gather_reports, summarize
 from .links import LocalLink, synchronize
 from .outputs import Task
@@ -115,12 +115,14 @@ class SplitFedTrainer(Trainer):
             return model
         if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
             raise ValueError(
-                "model holds PEFT layers already, for instance of an earlier trainer: PEFT changes a model in place. Load "
-                "it anew, or give each trainer a copy.deepcopy of it."
+                "model holds PEFT layers already, for instance of an earlier trainer: PEFT changes a model in place. "
+                "Load it anew, or give each trainer a copy.deepcopy of it."
             )
         if args.full_finetuning:
             if peft_config is not None:
-                raise ValueError("full_finetuning=True trains every weight, yet peft_config is given. Drop one of them.")
+                raise ValueError(
+                    "full_finetuning=True trains every weight, yet peft_config is given. Drop one of them."
+                )
             return model
         set_seed(args.seed)  # LoRA starts from random numbers
         return get_peft_model(model, peft_config or default_lora(model, head=args.head, blocks=args.blocks))
@@ -306,8 +308,8 @@ class SplitFedTrainer(Trainer):
             if report.failed_side is not None:
                 raise ValueError(
                     f"Round {round_index + 1}, client {self.federation.name(client)}: NaN or infinity on the "
-                    f"{report.failed_side} side (server loss {report.server_loss}). The global weights are those of the "
-                    "round before, and checkpoints are untouched. Lower learning_rate or the method's compensation, "
+                    f"{report.failed_side} side (server loss {report.server_loss}). The global weights are those of "
+                    "the round before, and checkpoints are untouched. Lower learning_rate or the method's compensation, "
                     "set max_grad_norm, or look at this client's data."
                 )
 

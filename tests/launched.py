@@ -10,7 +10,9 @@ from safetensors.torch import save_file
 
 torch.set_num_threads(1)
 folder, method = Path(sys.argv[1]), sys.argv[2]
-run = trainer(folder, method=method, num_rounds=3, num_clients=7, participation=0.5, eval_strategy="steps", eval_steps=1)
+run = trainer(
+    folder, method=method, num_rounds=3, num_clients=7, participation=0.5, eval_strategy="steps", eval_steps=1
+)
 run.train()
 if run.is_world_process_zero():
     save_file(weights(run), folder / "weights.safetensors")

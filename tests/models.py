@@ -167,7 +167,7 @@ def _timm_config(options: dict[str, Any]) -> Any:
 _TIMM_VIT = {
     "architecture": "vit_tiny_patch16_224",
     "model_args": {
-        "img_size": 32, "patch_size": 8, "embed_dim": HIDDEN, "depth": BLOCKS, "num_heads": 4, "drop_rate": 0.1,
+        "img_size": 32, "patch_size": 8, "embed_dim": HIDDEN, "depth": BLOCKS, "num_heads": 4, "pos_drop_rate": 0.1,
         "proj_drop_rate": 0.1, "attn_drop_rate": 0.1, "drop_path_rate": 0.2,
     },
 }  # fmt: skip
@@ -234,6 +234,8 @@ def _entries() -> list[TinyModel]:
         }, image, classes, qv),
         TinyModel("dinov2", "Dinov2ForImageClassification", _IMAGE | {"drop_path_rate": 0.2}, image, classes, qv),
         TinyModel("swin", "SwinForImageClassification", _SWIN, lambda: image(32), classes, qv, cuts=two),
+        TinyModel("swinv2", "Swinv2ForImageClassification", _SWIN, lambda: image(32), classes, attention,
+                  attention=eager, cuts=two),
         TinyModel("clip-vision", "CLIPForImageClassification", {}, image, classes, qv, make_config=_clip_config),
         TinyModel("wav2vec2", "Wav2Vec2ForSequenceClassification", _WAV2VEC2, sound, classes, qv),
         TinyModel("whisper-encoder", "WhisperForAudioClassification", _WHISPER, spectrogram, classes, qv),

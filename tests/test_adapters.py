@@ -37,7 +37,9 @@ def vit_tiny(num_labels: int = 100) -> ViTForImageClassification:
 
 def distilroberta() -> RobertaForSequenceClassification:
     return RobertaForSequenceClassification(
-        RobertaConfig(vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, num_hidden_layers=6, num_labels=3)
+        RobertaConfig(
+            vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, num_hidden_layers=6, num_labels=3
+        )
     )
 
 
@@ -170,13 +172,15 @@ def test_parts_hold_their_own_blocks_only(saved: Any) -> None:
 
 def test_wrong_folder_is_refused(saved: Any, tmp_path: Path) -> None:
     split = split_model(tiny_vit(), 2)
-    with pytest.raises(ValueError, match="holds no adapter_model.safetensors"):
+    with pytest.raises(ValueError, match=r"holds no adapter_model\.safetensors"):
         load_adapter(split.client, tmp_path)
 
 
 def test_full_finetuning_trains_saves_and_loads(tmp_path: Path) -> None:
     start = tiny_vit()
-    run = trainer(tmp_path, copy.deepcopy(start), full_finetuning=True, num_rounds=3, save_strategy="steps", save_steps=2)
+    run = trainer(
+        tmp_path, copy.deepcopy(start), full_finetuning=True, num_rounds=3, save_strategy="steps", save_steps=2
+    )
     assert not isinstance(run.model, PeftModel)
     assert count(run.client_parameters) + count(run.server_parameters) == start.num_parameters()
     assert any("patch_embeddings" in name for name in run.client_parameters)
@@ -199,7 +203,10 @@ def test_a_peft_model_and_a_config_of_ones_own_are_taken(tmp_path: Path) -> None
     own = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"])
     given = trainer(tmp_path / "a", peft_config=own, num_rounds=2)
     wrapped = trainer(tmp_path / "b", get_peft_model(tiny_vit(), own), num_rounds=2)
-    assert all("q_proj" in n or "v_proj" in n or "classifier" in n for n in {**given.client_parameters, **given.server_parameters})
+    assert all(
+        "q_proj" in n or "v_proj" in n or "classifier" in n
+        for n in {**given.client_parameters, **given.server_parameters}
+    )
     for run in (given, wrapped):
         run.train()
         run.save_model()

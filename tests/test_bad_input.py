@@ -86,12 +86,12 @@ def test_client_count_against_the_data(tmp_path: Path) -> None:
         trainer(tmp_path, data=[images(8), images(8)])
     with pytest.raises(ValueError, match="empty collection"):
         trainer(tmp_path, data={}, num_clients=None)
-    with pytest.raises(ValueError, match="num_clients=6, but column 'owner' has 4 distinct values"):
+    with pytest.raises(ValueError, match=r"num_clients=6, but column 'owner' has 4 distinct values"):
         trainer(tmp_path, partition="column", partition_column="owner")
 
 
 def test_missing_partition_column(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no column 'site'.*'owner'"):
+    with pytest.raises(ValueError, match=r"no column 'site'.*'owner'"):
         trainer(tmp_path, partition="dirichlet", partition_column="site")
 
 
@@ -118,7 +118,9 @@ def test_labels_beyond_the_head(tmp_path: Path) -> None:
 
 def test_model_without_a_head(tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
-    with pytest.raises(ValueError, match="BertModel has no head that computes a loss.*AutoModelForSequenceClassification"):
+    with pytest.raises(
+        ValueError, match=r"BertModel has no head that computes a loss.*AutoModelForSequenceClassification"
+    ):
         trainer(tmp_path, BertModel(BertConfig(vocab_size=40, **sizes)), texts())
 
 

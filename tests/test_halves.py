@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from models import MODELS
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, VeraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_coefsfl.halves import Half
@@ -255,3 +255,59 @@ def test_a_client_that_skips_the_cut() -> None:
     split.client.model.model.layers = split.client.model.model.layers[:2]
     with pytest.raises(RuntimeError, match=r"never reached the cut but .*LlamaRMSNorm"):
         split.client(**MODELS["llama"].batch())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(target_modules=["query"], modules_to_save=["classifier"], init_lora_weights=False),
+        LoraConfig(target_modules=["query", "word_embeddings"], init_lora_weights=False),
+        LoraConfig(target_modules=["query"], bias="all", use_dora=True),
+        IA3Config(target_modules=["query", "output.dense"], feedforward_modules=["output.dense"]),
+        VeraConfig(target_modules=["query"]),
+    ],
+    ids=["modules_to_save", "embeddings", "dora", "ia3", "vera"],
+)
+def test_other_adapters(config: Any, tmp_path: Path) -> None:
+    """Adapters on the embeddings, whole modules, and VeRA, whose blocks share tensors."""
+    entry = MODELS["bert"]
+    model, batch = get_peft_model(entry.make(), config).train(), entry.batch()
+    split = split_model(model, 2)
+
+    def gradients(run: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        run().loss.backward()
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad(set_to_none=True)
+        return found
+
+    got, expected = gradients(lambda: split.server(split.client(**batch))), gradients(lambda: model(**batch))
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+    split.eval()
+    client, server = saved_and_loaded(split, tmp_path)
+    assert torch.equal(server(client(**batch)).logits, model(**batch).logits)
+
+
+def test_prompts_are_not_saved(tmp_path: Path) -> None:
+    config = PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=3)
+    model, batch = get_peft_model(MODELS["bert"].make(), config).eval(), MODELS["bert"].batch()
+    split = split_model(model, 2)
+    assert torch.equal(split.server(split.client(**batch)).logits, model(**batch).logits)
+    with pytest.raises(ValueError, match=r"Adapter 'default' .*PROMPT_TUNING.*such as LoRA"):
+        split.server.save_pretrained(tmp_path)
+
+
+def test_no_cache_is_made_of_placeholders() -> None:
+    entry = MODELS["llama-lm"]
+    split = split_model(entry.make().eval(), 2)
+    assert split.model(**entry.batch()).past_key_values is not None
+    assert split.server(split.client(**entry.batch(), use_cache=True)).past_key_values is None
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_halves_start_in_the_mode_of_the_model(mode: bool) -> None:
+    split = split_model(MODELS["bert"].make().train(mode), 2)
+    assert {m.training for half in (split.client, split.server) for m in half.modules()} == {mode}
+    split.train(not mode)
+    assert {m.training for part in (split.model, split.client, split.server) for m in part.modules()} == {not mode}

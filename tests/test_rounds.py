@@ -8,8 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_coefsfl.rounds import derive_seed, num_sampled, preserved_random_state, sample_clients, set_random_state
-from hf_coefsfl.rounds import shuffled_batches
+from hf_coefsfl.rounds import (
+    derive_seed,
+    num_sampled,
+    preserved_random_state,
+    sample_clients,
+    set_random_state,
+    shuffled_batches,
+)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ import transformers
 from models import BLOCKS, MODELS, PAD, VOCAB, TinyModel
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
+from hf_coefsfl.blocks import find_blocks
 from hf_coefsfl.split import SplitModel, split_model
 
 torch.set_num_threads(1)
@@ -228,7 +230,7 @@ def test_token_types_stay_with_the_client() -> None:
     assert set(split.client(**batch).context) == {"attention_mask"}
 
 
-@pytest.mark.parametrize("name", ["swin", "vit", "dinov2", "deit", "beit", "beit-shared"])
+@pytest.mark.parametrize("name", ["swin", "swinv2", "vit", "dinov2", "deit", "beit", "beit-shared"])
 def test_other_image_sizes_than_calibrated(name: str) -> None:
     entry = MODELS[name]
     model, batch = entry.make(), entry.batch()
@@ -237,6 +239,26 @@ def test_other_image_sizes_than_calibrated(name: str) -> None:
     if name != "dinov2":
         other["interpolate_pos_encoding"] = True
     assert_exact(model, split_model(model, 2), other)
+
+
+class ScalingEncoder(nn.Module):
+    """A loop that changes the hidden state between its blocks."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.layer = encoder.layer
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any) -> Any:
+        for layer in self.layer:
+            hidden_states = layer(1.5 * hidden_states, attention_mask)
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_states)
+
+
+def test_what_happens_between_blocks_happens_once() -> None:
+    """The smashed data is the input of the block at the cut, not the output of the one before."""
+    model, batch = MODELS["bert"].make(), MODELS["bert"].batch()
+    model.bert.encoder = ScalingEncoder(model.bert.encoder)
+    assert_exact(model, split_model(model, 2), batch)
 
 
 def test_no_labels_no_loss() -> None:
@@ -404,13 +426,13 @@ def test_the_model_is_left_as_it_was(name: str) -> None:
     model, batch = entry.make().train(), entry.batch()
     next(model.parameters()).requires_grad_(False)
     list(model.modules())[-1].eval()
-    model.get_submodule(split_model(model, 1).blocks)[1].eval()
+    find_blocks(model)[1][1].eval()
     tensors = {key: t.clone() for key, t in model.state_dict().items()}
     flags = [p.requires_grad for p in model.parameters()]
     modes = [m.training for m in model.modules()]
     classes = [type(m) for m in model.modules()]
+    expected = outcome(model, lambda: model(**batch))  # may install hooks of transformers' own
     hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
-    expected = outcome(model, lambda: model(**batch))
     torch.manual_seed(3)
     before, before_numpy = torch.get_rng_state(), np.random.get_state()[1].copy()
     split = split_model(model, 2)
@@ -444,14 +466,21 @@ def test_batch_norm_keeps_its_statistics() -> None:
 
 
 def test_random_numbers_after_the_server_are_those_after_the_model() -> None:
-    model, batch = MODELS["bert"].make().train(), MODELS["bert"].batch()
-    split = split_model(model, 2)
-    torch.manual_seed(0)
-    model(**batch)
-    expected = torch.get_rng_state()
-    torch.manual_seed(0)
-    split.server(split.client(**batch))
-    assert torch.equal(torch.get_rng_state(), expected)
+    """Also numpy's, from which SpecAugment of the audio models draws."""
+    for name in ("bert", "wav2vec2"):
+        model, batch = MODELS[name].make().train(), MODELS[name].batch()
+        split = split_model(model, 2)
+
+        def after(run: Callable[[], Any]) -> tuple[torch.Tensor, float]:
+            torch.manual_seed(0)
+            np.random.seed(0)
+            run()
+            return torch.get_rng_state(), np.random.rand()
+
+        expected = after(lambda m=model, b=batch: m(**b))
+        got = after(lambda s=split, b=batch: s.server(s.client(**b)))
+        assert torch.equal(got[0], expected[0])
+        assert got[1] == expected[1]
 
 
 def test_training_a_half_trains_the_model() -> None:

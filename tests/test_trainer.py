@@ -381,11 +381,15 @@ def test_push_uploads_the_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     import transformers.trainer as module
 
     uploaded: list[set[str]] = []
-    monkeypatch.setattr(SplitFedTrainer, "init_hf_repo", lambda self, token=None: setattr(self, "hub_model_id", "me/run"))
+    monkeypatch.setattr(
+        SplitFedTrainer, "init_hf_repo", lambda self, token=None: setattr(self, "hub_model_id", "me/run")
+    )
     monkeypatch.setattr(
         module,
         "upload_folder",
-        lambda folder_path, **kwargs: uploaded.append({str(p.relative_to(folder_path)) for p in Path(folder_path).rglob("*")}),
+        lambda folder_path, **kwargs: uploaded.append(
+            {str(p.relative_to(folder_path)) for p in Path(folder_path).rglob("*")}
+        ),
     )
     run = trainer(tmp_path)
     run.train()
