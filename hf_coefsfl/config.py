@@ -9,6 +9,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from .methods import Method, make_method
+from .methods.base import at_least
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "partition": ("iid", "dirichlet", "column"),
@@ -93,11 +94,11 @@ class SplitFedConfig(TrainingArguments):
             if value not in allowed and not (name == "head" and value is None):
                 raise ValueError(f"{name}={value!r} is not allowed. Choose one of: {', '.join(allowed)}.")
         for name, least in (("cut", 1), ("num_rounds", 1), ("local_epochs", 1), ("warmup_rounds", 0)):
-            _at_least(name, getattr(self, name), least)
-        _at_least("min_client_samples", self.min_client_samples, 1)
-        _at_least("per_device_train_batch_size", self.per_device_train_batch_size, 1)
+            at_least(name, getattr(self, name), least)
+        at_least("min_client_samples", self.min_client_samples, 1)
+        at_least("per_device_train_batch_size", self.per_device_train_batch_size, 1)
         if self.num_clients is not None:
-            _at_least("num_clients", self.num_clients, 1)
+            at_least("num_clients", self.num_clients, 1)
         if not 0 < self.participation <= 1:
             raise ValueError(
                 f"participation={self.participation} selects nobody or more than everybody. Give the share of clients "
@@ -152,14 +153,7 @@ class SplitFedConfig(TrainingArguments):
                 "dropout='synced', or set the model's dropout probabilities to 0."
             )
 
-    def make_method(self, round_index: int | None = None) -> Method:
-        """Return the method of the run, or vanilla SFL while `round_index` is a warm-up round."""
-        if round_index is not None and round_index < self.warmup_rounds:
-            return make_method("vanilla")
+    def make_method(self) -> Method:
+        """Return the method of the run, with its options checked."""
         assert not isinstance(self.method_kwargs, str)
         return make_method(self.method, self.method_kwargs)
-
-
-def _at_least(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from .links import LocalLink, Meter
 from .sides import Observations, ServerSide
@@ -30,6 +32,7 @@ class ClientReport:
     meter: Meter
     client_seconds: float
     server_seconds: float
+    kept: dict[str, Tensor]  # what the method keeps, see `Method.merge`
     failed_side: str | None = None  # the side on which NaN or infinity came up first
 
     @classmethod
@@ -47,6 +50,7 @@ class ClientReport:
             meter=link.meter,
             client_seconds=link.client_seconds,
             server_seconds=seconds - link.client_seconds,
+            kept={**link.client.kept, **server.kept},
             failed_side=_failed_side(client, seen),
         )
 
@@ -88,31 +92,31 @@ def summarize(reports: dict[int, ClientReport]) -> dict[str, float]:
 
 @dataclass
 class Ledger:
-    """All that has crossed the cut since the run began, over every client and process."""
+    """All that has crossed the cut since the run began: by round and client, over every process."""
 
-    rounds: int = 0
-    total: Meter = field(default_factory=Meter)
+    entries: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, reports: dict[int, ClientReport]) -> None:
-        """Enter a round."""
-        self.rounds += 1
-        for report in reports.values():
-            self.total.add(report.meter)
+    def add(self, round_index: int, reports: Mapping[str, ClientReport]) -> None:
+        """Enter a round; rounds are counted from 1, clients go by their names."""
+        for client, report in reports.items():
+            self.entries.append({"round": round_index + 1, "client": client, **asdict(report.meter)})
 
     @property
-    def mib(self) -> float:
-        """Mebibytes in both directions."""
-        return (sum(self.total.up.values()) + sum(self.total.down.values())) / 2**20
+    def total(self) -> Meter:
+        """The sum over all rounds and clients."""
+        total = Meter()
+        for entry in self.entries:
+            total.add(Meter(entry["up"], entry["down"], entry["transfers"]))
+        return total
 
     def save(self, path: Path) -> None:
         """Write the ledger as JSON, whole or not at all."""
-        entry: dict[str, Any] = {"rounds": self.rounds, **asdict(self.total)}
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(entry, indent=2) + "\n")
+        content = {"unit": "bytes", "total": asdict(self.total), "entries": self.entries}
+        partial.write_text(json.dumps(content, indent=1) + "\n")
         os.replace(partial, path)
 
     @classmethod
     def load(cls, path: Path) -> Ledger:
         """Read what `save` wrote."""
-        entry = json.loads(path.read_text())
-        return cls(entry.pop("rounds"), Meter(**entry))
+        return cls(json.loads(path.read_text())["entries"])

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
-from .messages import Feedback, Message, SmashedData
+from .messages import Message, Parameters, SmashedData
 from .sides import ClientSide
 
 if TYPE_CHECKING:
@@ -26,8 +27,7 @@ class Meter:
     transfers: int = 0
 
     def count(self, direction: dict[str, int], messages: Sequence[Message]) -> None:
-        """Count one transfer that carries `messages`."""
-        self.transfers += 1
+        """Count the bytes of `messages`."""
         for message in messages:
             for kind, size in message.nbytes().items():
                 direction[kind] = direction.get(kind, 0) + size
@@ -49,8 +49,8 @@ class ClientLink(Protocol):
     def upload(self, batches: Sequence[int] | None = None) -> list[SmashedData]:
         """Ask for the smashed data of some batches, or of the whole round (None)."""
 
-    def update(self, feedback: Sequence[Feedback] | None = None, batches: Sequence[int] | None = None) -> None:
-        """Have the client do its local updates with this feedback."""
+    def update(self, messages: Sequence[Message] | None = None, batches: Sequence[int] | None = None) -> None:
+        """Have the client do its local updates with what is sent down, if anything."""
 
 
 class LocalLink:
@@ -67,15 +67,25 @@ class LocalLink:
         """Run the method's upload on the client and meter what it sends."""
         with self._clock():
             sent = self.method.upload(self.client, batches)
+        self.meter.transfers += 1
         self.meter.count(self.meter.up, sent)
         return sent
 
-    def update(self, feedback: Sequence[Feedback] | None = None, batches: Sequence[int] | None = None) -> None:
-        """Meter the feedback and run the method's update on the client."""
-        if feedback is not None:
-            self.meter.count(self.meter.down, feedback)
+    def update(self, messages: Sequence[Message] | None = None, batches: Sequence[int] | None = None) -> None:
+        """Meter what is sent down and run the method's update on the client."""
+        if messages is not None:
+            self.meter.transfers += 1
+            self.meter.count(self.meter.down, messages)
         with self._clock():
-            self.method.update(self.client, feedback, batches)
+            self.method.update(self.client, messages, batches)
+
+    def federate(self, weights: dict[str, Tensor]) -> None:
+        """Meter the weights of federated averaging: down before the round, up after it.
+
+        They are no transfers of the exchange across the cut, and the paper's table leaves them out.
+        """
+        for direction in (self.meter.down, self.meter.up):
+            self.meter.count(direction, [Parameters(adapters=weights)])
 
     @contextmanager
     def _clock(self) -> Iterator[None]:

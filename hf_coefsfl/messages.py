@@ -77,7 +77,7 @@ class Message:
             name: {k: tuple(v) for k, v in value.items()} for name, value in json.loads(metadata["plain"]).items()
         }
         for name, t in tensors.items():
-            field_name, _, key = name.partition(".")
+            field_name, _, key = name.partition(".")  # a key may hold further dots
             if field_name not in cls.kinds:
                 raise ValueError(f"A {cls.__name__} message has no field {field_name!r}.")
             if key:
@@ -106,6 +106,16 @@ class SmashedData(Message):
     context: dict[str, Tensor] = field(default_factory=dict)
     labels: dict[str, Tensor] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Parameters(Message):
+    """Either way: named weights, of the client's adapter or of an auxiliary network."""
+
+    kinds: ClassVar[dict[str, str]] = {"adapters": "adapters", "auxiliary": "auxiliary_models"}
+
+    adapters: dict[str, Tensor] = field(default_factory=dict)
+    auxiliary: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,20 @@ class OutputBlock:
         terms = terms.reshape(self.mask.shape).masked_fill(~self.mask, 0.0)
         return terms.reshape(len(terms), -1).amax(1).clamp(max=self.bound)
 
+    def hessian_product(self, logits: Tensor, tangent: Tensor) -> Tensor:
+        """Return Λ x: the Hessian of the mean loss w.r.t. this output, times a tangent of the same shape."""
+        logits = logits.detach()
+        if self.kind == "softmax":
+            p = logits.softmax(-1)
+            product = p * tangent - p * (p * tangent).sum(-1, keepdim=True)
+        elif self.kind == "sigmoid":
+            p = logits.sigmoid()
+            product = p * (1 - p) * tangent
+        else:
+            product = 2 * tangent
+        mask = self.mask.reshape(self.mask.shape + (1,) * (logits.ndim - self.mask.ndim))
+        return product * mask * self.weight.to(logits.dtype)
+
 
 @dataclass(frozen=True)
 class Task:

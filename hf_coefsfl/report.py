@@ -126,6 +126,8 @@ def plot_runs(
     if not runs or not all(runs.values()):
         empty = [name for name, points in runs.items() if not points]
         raise ValueError(f"There is nothing to draw for {', '.join(empty) or 'no runs'}.")
+    totals = [points[-1][1] for points in runs.values()]
+    logarithmic = 0 < min(totals) * _LOG_FROM <= max(totals)
     figure = Figure(figsize=(10, 4.4), dpi=150, layout="constrained")
     over_rounds, over_mib = figure.subplots(1, 2, sharey=True)
     styles = zip(cycle(_COLOURS), cycle(_MARKERS), cycle(_DASHES), strict=False)
@@ -136,16 +138,16 @@ def plot_runs(
             "markeredgecolor": "white", "markeredgewidth": 0.6, "alpha": 0.9,
         }  # fmt: skip
         over_rounds.plot(rounds, values, label=name, **style)
-        over_mib.plot(mib, values, **style)
+        start = int(logarithmic and mib[0] <= 0)  # an evaluation before the first round has no place on that axis
+        over_mib.plot(mib[start:], values[start:], **style)
     over_rounds.set_xlabel("round")
     over_rounds.xaxis.set_major_locator(MaxNLocator(integer=True))
     over_rounds.set_ylabel(metric)
     if all(0 <= value <= 1 for points in runs.values() for _, _, value in points):
         over_rounds.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     over_mib.set_xlabel("MiB over the cut, both directions, all clients")
-    totals = [points[-1][1] for points in runs.values()]
-    if 0 < min(totals) * _LOG_FROM <= max(totals):
-        over_mib.set_xscale("log")  # leaves out an evaluation before the first round, at 0 MiB
+    if logarithmic:
+        over_mib.set_xscale("log")
         over_mib.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     for axes in (over_rounds, over_mib):
         axes.grid(alpha=0.3)

@@ -32,6 +32,10 @@ class Setting:
         """Return the seed of a random stream at one batch of this round and client."""
         return derive_seed(self.seed, stream, self.round_index, self.client, batch)
 
+    def generator(self, stream: str, batch: int) -> torch.Generator:
+        """Return a generator of random numbers for one batch, on the device."""
+        return torch.Generator(self.device).manual_seed(self.derive_seed(stream, batch))
+
     def synchronize_masks(self, half: nn.Module, stream: str, batch: int) -> None:
         """Make every pass of a half over a batch draw the same dropout masks, so that s − s₀ is no noise."""
         if half.training:
@@ -68,6 +72,7 @@ class _Side:
         self.optimizer = optimizer
         self.setting = setting
         self.observed = Observations()
+        self.kept: dict[str, Tensor] = {}  # what the method keeps of this round, for its `merge`
 
     def finish(self) -> None:
         """Note whether the weights came out finite."""
@@ -117,11 +122,22 @@ class ClientSide(_Side):
 
     def displacement(self, batch: int) -> Tensor:
         """δ = s − s₀ of the batch last smashed."""
-        return self._live().activations.detach() - self.initial[batch].activations
+        return self.live.activations.detach() - self.initial[batch].activations
+
+    @property
+    def live(self) -> SmashedData:
+        """The batch last smashed, on its graph."""
+        if self._current is None:
+            raise RuntimeError("The client has no activations on a graph: call smash(batch) before each update.")
+        return self._current
 
     def descend(self, gradient: Tensor) -> None:
         """θᶜ ← θᶜ − η Jᵀ g̃: inject g̃ at the cut of the batch last smashed, then one step."""
-        self._step(inject(self._live().activations, gradient))
+        self.minimize(inject(self.live.activations, gradient))
+
+    def minimize(self, loss: Tensor) -> None:
+        """Take one step on a loss that was computed from `live`."""
+        self._step(loss)
         self._current = None  # its graph is spent
 
     def output_blocks(self, batch: int) -> list[OutputBlock]:
@@ -130,11 +146,6 @@ class ClientSide(_Side):
             return []
         smashed = self.initial[batch]
         return self.task.output_blocks(smashed.labels, smashed.activations.shape[1])
-
-    def _live(self) -> SmashedData:
-        if self._current is None:
-            raise RuntimeError("The client has no activations on a graph: call smash(batch) before each descend().")
-        return self._current
 
     def _smash(self, batch: int) -> SmashedData:
         inputs, labels = self.task.separate(_on_device(self.batches[batch], self.setting.device))
@@ -158,11 +169,12 @@ class ServerSide(_Side):
         with self.setting.autocast():
             return self.half(smashed)
 
-    def gradient(self, smashed: SmashedData, batch: int) -> Tensor:
+    def gradient(self, smashed: SmashedData, batch: int, observe: bool = True) -> Tensor:
         """g = ∇ₛL(s; θˢ) of the batch-mean loss at the present weights."""
         leaf = on_graph(smashed)
         loss = self.forward(leaf, batch).loss
-        self.observed.add("feedback_loss", loss)
+        if observe:
+            self.observed.add("feedback_loss", loss)
         return torch.autograd.grad(loss, leaf.activations)[0]
 
     def train_step(self, smashed: SmashedData, batch: int) -> Tensor:

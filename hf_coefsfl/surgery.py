@@ -116,8 +116,8 @@ def _emptied(module: nn.Module, behaviour: type[nn.Module]) -> list[nn.Module]:
     inner = list(module.modules())[1:]
     module._parameters = dict.fromkeys(module._parameters)
     module._buffers = dict.fromkeys(module._buffers)
-    for name, child in list(module.named_children()):
-        _replace(module, name, child)
+    vars(module).update(module._modules)
+    module._modules = {}
     _subclass(module, behaviour)
     return inner
 

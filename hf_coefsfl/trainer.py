@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
@@ -23,6 +24,7 @@ from .fedavg import federated_average, flatten, unflatten_
 from .federation import Federation
 from .ledger import SUMMED, ClientReport, Ledger, gather_reports, summarize
 from .links import LocalLink, synchronize
+from .methods.base import Kept, Method, make_method
 from .outputs import Task
 from .rounds import preserved_random_state, sample_clients, shuffled_batches
 from .sides import ClientSide, ServerSide, Setting
@@ -30,6 +32,7 @@ from .split import split_model
 
 LEDGER_NAME = "communication.json"
 ARGS_NAME = "training_args.json"
+STATE_NAME = "method_state.safetensors"  # what a method keeps beside the model
 
 
 class SplitFedTrainer(Trainer):
@@ -98,6 +101,8 @@ class SplitFedTrainer(Trainer):
         self.client_parameters, self.server_parameters = trainable_sides(self.split)
         self.task = Task.of(base, self.label_names)
         self.ledger = Ledger()
+        self._warmup, self._method = make_method("vanilla"), args.make_method()
+        self._method.setup(self.split, self.task, args.seed, first_round=args.warmup_rounds)
         self._reports: list[dict[str, float]] = []  # of the rounds since the last log
         self._update_norm = 0.0
         self._check_sides()
@@ -236,7 +241,10 @@ class SplitFedTrainer(Trainer):
         mean = federated_average(trained, clients, sizes, len(initial), self.accelerator)
         unflatten_(parameters, mean)
         self._update_norm = (mean - initial).norm().item()
-        self.ledger.add(reports)
+        self._round_method(round_index).merge(
+            [Kept(client, report.num_samples, report.kept) for client, report in reports.items()]
+        )
+        self.ledger.add(round_index, {self.federation.name(client): report for client, report in reports.items()})
         if self.args.should_save:
             self.ledger.save(Path(self.args.output_dir or "") / LEDGER_NAME)
         summary = summarize(reports)
@@ -255,7 +263,7 @@ class SplitFedTrainer(Trainer):
             device=self.args.device,
             autocast=self.accelerator.autocast,
         )
-        method = self.args.make_method(round_index)
+        method = self._round_method(round_index)
         client_side = ClientSide(
             self.split.client,
             self._client_batches(round_index, client),
@@ -267,11 +275,16 @@ class SplitFedTrainer(Trainer):
         link = LocalLink(method, client_side)
         start = time.perf_counter()
         method.round(link, server_side)
+        link.federate({**self.client_parameters, **method.federated()})
         for side in (client_side, server_side):
             side.finish()
         synchronize(self.args.device)
         seconds = time.perf_counter() - start
         return ClientReport.of(link, server_side, seconds, self.federation.sizes[client])
+
+    def _round_method(self, round_index: int) -> Method:
+        """Return vanilla SFL in the warm-up rounds, then the method of the run."""
+        return self._warmup if round_index < self.args.warmup_rounds else self._method
 
     def _client_batches(self, round_index: int, client: int) -> list[dict[str, Any]]:
         """Return the collated mini-batches of a client's round."""
@@ -309,7 +322,7 @@ class SplitFedTrainer(Trainer):
                 raise ValueError(
                     f"Round {round_index + 1}, client {self.federation.name(client)}: NaN or infinity on the "
                     f"{report.failed_side} side (server loss {report.server_loss}). The global weights are those of "
-                    "the round before, and checkpoints are untouched. Lower learning_rate or the method's compensation, "
+                    "the round before and checkpoints are untouched. Lower learning_rate or the method's compensation, "
                     "set max_grad_norm, or look at this client's data."
                 )
 
@@ -330,6 +343,9 @@ class SplitFedTrainer(Trainer):
         (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; the JSON beside it says the same
         (folder / ARGS_NAME).write_text(json.dumps(self.args.to_dict(), indent=2, default=str) + "\n")
         self.ledger.save(folder / LEDGER_NAME)
+        state = self._method.state_dict()
+        if state:
+            save_file({name: t.detach().contiguous().cpu() for name, t in state.items()}, folder / STATE_NAME)
         # Trainer takes adapter folders inside a checkpoint for further adapters and would load those.
         if not folder.name.startswith(PREFIX_CHECKPOINT_DIR):
             save_halves(self.split, folder)
@@ -340,6 +356,9 @@ class SplitFedTrainer(Trainer):
         else:
             self._load_weights(resume_from_checkpoint)
         self.ledger = Ledger.load(Path(resume_from_checkpoint) / LEDGER_NAME)
+        state = Path(resume_from_checkpoint) / STATE_NAME
+        if state.exists():
+            self._method.load_state_dict(load_file(state, device=str(self.args.device)))
 
     def _load_best_model(self) -> None:
         if isinstance(self.model, PeftModel):

@@ -66,6 +66,19 @@ def timm_model(architecture: str) -> Any:
     return transformers.TimmWrapperForImageClassification(config)
 
 
+def test_blocks_that_are_sequences() -> None:
+    """MobileNet's blocks are nn.Sequential, with batch norm inside."""
+    model = timm_model("mobilenetv3_small_050").eval()
+    split = split_model(model, 2)
+    assert split.blocks == "timm_model.blocks"
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(split.server(split.client(pixel_values=x)).logits, model(x).logits)
+    whole = sum(p.numel() for p in model.parameters())
+    assert split.client.num_parameters() + split.server.num_parameters() == whole
+    assert 0 < split.client.num_parameters() < whole / 10
+
+
 def test_small_lists_lose_to_large_ones() -> None:
     """wav2vec2's list of convolutions comes first but is not the list of blocks."""
     model = nn.Module()

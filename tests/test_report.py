@@ -104,7 +104,10 @@ def test_plot_shows_each_run_in_both_panels(tmp_path, figures):
 
 def test_plot_uses_a_logarithmic_axis_where_totals_lie_far_apart(tmp_path, figures):
     plot_runs({"a": [(0, 0.0, 1.5), (1, 1.0, 2.0)], "b": [(0, 0.0, 1.5), (1, 40.0, 3.0)]}, tmp_path / "runs.png")
-    assert figures[0].axes[1].get_xscale() == "log"
+    over_rounds, over_mib = figures[0].axes
+    assert over_mib.get_xscale() == "log"
+    assert [list(line.get_xdata()) for line in over_mib.lines] == [[1.0], [40.0]]  # 0 MiB has no place there
+    assert [list(line.get_xdata()) for line in over_rounds.lines] == [[0, 1], [0, 1]]
 
 
 def test_plot_refuses_a_run_without_points(tmp_path):

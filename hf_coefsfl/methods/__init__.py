@@ -3,8 +3,21 @@
 from .base import METHODS, Method, make_method
 from .coef_d import CoeFD
 from .coef_j import CoeFJ
+from .ggn import GGN
+from .hutchinson import Hutchinson
 from .oracle import Oracle
 from .reuse import GradientReuse
 from .vanilla import VanillaSFL
 
-__all__ = ["METHODS", "CoeFD", "CoeFJ", "GradientReuse", "Method", "Oracle", "VanillaSFL", "make_method"]
+__all__ = [
+    "GGN",
+    "METHODS",
+    "CoeFD",
+    "CoeFJ",
+    "GradientReuse",
+    "Hutchinson",
+    "Method",
+    "Oracle",
+    "VanillaSFL",
+    "make_method",
+]

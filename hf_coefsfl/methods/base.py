@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, get_type_hints
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_type_hints
+
+from torch import Tensor
 
 from ..links import ClientLink
-from ..messages import Feedback, SmashedData
+from ..messages import Feedback, Message, SmashedData
 from ..outputs import Task
 from ..sides import ClientSide, ServerSide
 
+if TYPE_CHECKING:
+    from ..split import SplitModel
+
+M = TypeVar("M", bound=Message)
 METHODS: dict[str, type[Method]] = {}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a method kept of one client's round, on both sides."""
+
+    client: int
+    num_samples: int
+    tensors: dict[str, Tensor]
 
 
 class Method:
@@ -34,6 +50,26 @@ class Method:
     def check_task(self, task: Task) -> None:
         """Raise ValueError if the method cannot train for this task. Called before training starts."""
 
+    def setup(self, split: SplitModel, task: Task, seed: int, first_round: int = 0) -> None:
+        """Build what lives beside the model (auxiliary networks, statistics). Called once, before training.
+
+        `first_round` is the round in which the method takes over from the warm-up.
+        """
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what lives beside the model, for a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what `state_dict` returned."""
+
+    def federated(self) -> dict[str, Tensor]:
+        """Return the weights that go to each client and back with its adapter, beside it."""
+        return {}
+
+    def merge(self, kept: Sequence[Kept]) -> None:
+        """Take up what the clients' rounds kept, in client order. Called at the end of each of the method's rounds."""
+
     def round(self, client: ClientLink, server: ServerSide) -> None:
         """Run one communication round with one client. Runs on the server."""
         raise NotImplementedError(f"{type(self).__name__} does not say how a round goes.")
@@ -44,11 +80,18 @@ class Method:
             return client.exchange()
         return [client.smash(batch) for batch in batches]
 
-    def update(self, client: ClientSide, feedback: Sequence[Feedback] | None, batches: Sequence[int] | None) -> None:
+    def update(self, client: ClientSide, messages: Sequence[Message] | None, batches: Sequence[int] | None) -> None:
         """Descend along the gradient of the batch last uploaded. Runs on the client."""
-        assert feedback is not None
-        for message in feedback:
+        for message in expect(Feedback, messages):
             client.descend(message.gradient)
+
+
+def expect(kind: type[M], messages: Sequence[Message] | None) -> Sequence[M]:
+    """Return the messages if they are all of one kind."""
+    for message in messages or [None]:
+        if not isinstance(message, kind):
+            raise ValueError(f"The client expected {kind.__name__} messages, got {type(message).__name__}.")
+    return cast("Sequence[M]", messages)
 
 
 def make_method(name: str, kwargs: Mapping[str, Any] | None = None) -> Method:
@@ -68,6 +111,12 @@ def make_method(name: str, kwargs: Mapping[str, Any] | None = None) -> Method:
                 f"({type(value).__name__})."
             )
     return cls(**kwargs)
+
+
+def at_least(name: str, value: Any, least: int) -> None:
+    """Refuse a value that is not a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

@@ -52,8 +52,7 @@ class CoeFJ(GradientReuse):
         leaf = on_graph(smashed)
         output = server.forward(leaf, batch)
         server.observed.add("feedback_loss", output.loss)
-        generator = torch.Generator(leaf.activations.device)
-        generator.manual_seed(server.setting.derive_seed("method", batch))
+        generator = server.setting.generator("method", batch)
         projections, curvatures = [], []
         for block in server.task.output_blocks(smashed.labels, smashed.activations.shape[1]):
             logits = output[block.name]

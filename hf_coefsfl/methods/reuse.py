@@ -9,10 +9,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..links import ClientLink
-from ..messages import Feedback, SmashedData
+from ..messages import Feedback, Message, SmashedData
 from ..outputs import OutputBlock
 from ..sides import ClientSide, ServerSide
-from .base import Method
+from .base import Method, expect
 
 
 @dataclass
@@ -37,9 +37,9 @@ class GradientReuse(Method):
         """Return what the server sends down for one batch."""
         return Feedback(server.gradient(smashed, batch))
 
-    def update(self, client: ClientSide, feedback: Sequence[Feedback] | None, batches: Sequence[int] | None) -> None:
+    def update(self, client: ClientSide, messages: Sequence[Message] | None, batches: Sequence[int] | None) -> None:
         """Walk the exchanged batches with the compensated gradient. Runs on the client."""
-        assert feedback is not None
+        feedback = expect(Feedback, messages)
         for _ in range(client.setting.local_epochs):
             for batch, message in enumerate(feedback):
                 client.smash(batch)

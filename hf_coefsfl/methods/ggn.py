@@ -1,0 +1,68 @@
+"""GGN: leading eigenpairs of each sample's Gauss-Newton matrix Jᵀ Λ J as curvature, by Lanczos."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..double_backward import differentiable_attention
+from ..lanczos import leading_eigenpairs
+from ..messages import Feedback, SmashedData
+from ..outputs import OutputBlock, Task
+from ..sides import ServerSide, on_graph
+from .base import at_least
+from .reuse import GradientReuse
+
+
+@dataclass
+class GGN(GradientReuse):
+    """g̃ = g₀ + U Θ Uᵀ δ with the `rank` leading eigenpairs of Jᵀ Λ J, Λ the Hessian of the loss w.r.t. the output."""
+
+    name: ClassVar[str] = "ggn"
+    title: ClassVar[str] = "GGN"
+
+    rank: int = 4
+    num_iterations: int = 8
+
+    def __post_init__(self) -> None:
+        """Check the ranges of the options."""
+        at_least("rank", self.rank, 1)
+        at_least("num_iterations", self.num_iterations, self.rank)
+
+    def check_task(self, task: Task) -> None:
+        """Refuse a loss whose Hessian w.r.t. the output is not known."""
+        task.check_curvature()
+
+    def feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
+        """Return g₀ and √Θ U (b, rank, *s)."""
+        leaf = on_graph(smashed)
+        s = leaf.activations
+        with differentiable_attention():
+            output = server.forward(leaf, batch)
+        server.observed.add("feedback_loss", output.loss)
+        (gradient,) = torch.autograd.grad(output.loss, s, retain_graph=True)
+        blocks = server.task.output_blocks(smashed.labels, s.shape[1])
+        logits = [output[block.name] for block in blocks]
+        # Jᵀx is linear in x: differentiating it once more gives Jv without forward-mode derivatives.
+        seeds = [torch.zeros_like(o, requires_grad=True) for o in logits]
+        (pulled,) = torch.autograd.grad(logits, s, seeds, create_graph=True)
+
+        def matvec(v: Tensor) -> Tensor:
+            pushed = torch.autograd.grad(pulled, seeds, v.view_as(s), retain_graph=True)
+            curved = [block.hessian_product(o, jv) for block, o, jv in zip(blocks, logits, pushed, strict=True)]
+            return torch.autograd.grad(logits, s, curved, retain_graph=True)[0].flatten(1)
+
+        values, vectors = leading_eigenpairs(matvec, gradient.flatten(1), self.num_iterations, self.rank)
+        scaled = vectors * values.clamp(min=0).sqrt()[:, :, None]  # the matrix is positive semi-definite
+        return Feedback(gradient, scaled.view(len(s), -1, *s.shape[1:]))
+
+    def compensate(self, feedback: Feedback, displacement: Tensor, outputs: Sequence[OutputBlock]) -> Tensor:
+        """Return g₀ + Σₖ uₖ ⟨uₖ, δ⟩ with the scaled eigenvectors uₖ."""
+        assert feedback.curvature is not None
+        u = feedback.curvature.flatten(2)
+        correction = torch.einsum("bkd,be,bke->bd", u, displacement.flatten(1), u)
+        return feedback.gradient + correction.view_as(displacement)
