@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .blocks import find_blocks
-from .halves import Half
-from .split import SplitModel
+from .split import Half, SplitModel, find_blocks
 
 _LINEAR = (nn.Linear, Conv1D)
 _WEIGHTS = "adapter_model.safetensors"

@@ -45,7 +45,10 @@ def shuffled_batches(
 
 def set_random_state(seed: int) -> None:
     """Seed every generator a forward pass may use: torch's on all devices, NumPy's and Python's."""
-    torch.manual_seed(seed)
+    # Not torch.manual_seed: on a machine without an accelerator it queues a call with a stack trace each time.
+    torch.default_generator.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.get_device_module().manual_seed_all(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 

@@ -82,7 +82,7 @@ def test_heads_of_vit_tiny() -> None:
     ids=["bert", "vit", "qa", "tokens", "llama", "llama-lm", "gpt2-lm", "timm"],
 )
 def test_head_is_found(model: Any, heads: list[str], default: str) -> None:
-    from hf_coefsfl.blocks import find_blocks
+    from hf_coefsfl.split import find_blocks
 
     base = model()
     path, _ = find_blocks(base)

@@ -11,8 +11,7 @@ from models import MODELS
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from hf_coefsfl.blocks import find_blocks
-from hf_coefsfl.split import split_model
+from hf_coefsfl.split import find_blocks, split_model
 
 torch.set_num_threads(1)
 

@@ -13,8 +13,7 @@ from models import MODELS
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, VeraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_coefsfl.halves import Half
-from hf_coefsfl.split import SplitModel, load_client, load_server, split_model
+from hf_coefsfl.split import Half, SplitModel, load_client, load_server, split_model
 
 torch.set_num_threads(1)
 

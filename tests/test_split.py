@@ -16,8 +16,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from hf_coefsfl.blocks import find_blocks
-from hf_coefsfl.split import SplitModel, split_model
+from hf_coefsfl.split import SplitModel, find_blocks, split_model
 
 torch.set_num_threads(1)
 

@@ -69,19 +69,24 @@ def test_logs_of_a_round(tmp_path: Path) -> None:
     warmup, round_ = (entry for entry in run.state.log_history if "loss" in entry)
     # 3 clients x 12 samples x (1 + 4) tokens x 16 floats; labels are int64, m is one float a sample
     activations = 3 * 12 * 5 * 16 * 4
+    adapters = 3 * sum(p.numel() * 4 for p in run.client_parameters.values())
     assert warmup["transfers"] == 3 * 3 * 2 and round_["transfers"] == 3 * 2
-    assert warmup["bytes_up"] == round_["bytes_up"] == activations + 36 * 8
-    assert warmup["bytes_down"] == activations
-    assert round_["bytes_down"] == 2 * activations + 36 * 4
+    assert warmup["bytes_up"] == round_["bytes_up"] == activations + 36 * 8 + adapters
+    assert warmup["bytes_down"] == activations + adapters
+    assert round_["bytes_down"] == 2 * activations + 36 * 4 + adapters
     assert warmup["displacement_norm"] == 0 and round_["displacement_norm"] > 0
     assert warmup["correction_ratio"] == 0 and round_["correction_ratio"] > 0
     assert warmup["client_loss"] == warmup["server_loss"] == pytest.approx(warmup["loss"])
     for name in ("client_loss", "server_loss", "client_seconds", "server_seconds", "learning_rate", "grad_norm"):
         assert math.isfinite(round_[name]) and round_[name] > 0
     ledger = json.loads((tmp_path / "communication.json").read_text())
-    assert ledger["rounds"] == 2 and ledger["transfers"] == 18 + 6
-    assert ledger["up"] == {"smashed_data": 2 * activations, "extras": 2 * 36 * 8}
-    assert ledger["down"] == {"gradients": 2 * activations, "curvature": activations, "extras": 36 * 4}
+    total = ledger["total"]
+    assert total["transfers"] == 18 + 6
+    assert total["up"] == {"smashed_data": 2 * activations, "extras": 2 * 36 * 8, "adapters": 2 * adapters}
+    down = {"gradients": 2 * activations, "curvature": activations, "extras": 36 * 4, "adapters": 2 * adapters}
+    assert total["down"] == down
+    assert [entry["round"] for entry in ledger["entries"]] == [1, 1, 1, 2, 2, 2]
+    assert sum(sum(entry["down"].values()) for entry in ledger["entries"]) == sum(down.values())
 
 
 def test_logs_of_several_rounds_add_up(tmp_path: Path) -> None:

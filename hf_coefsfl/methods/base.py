@@ -88,7 +88,9 @@ class Method:
 
 def expect(kind: type[M], messages: Sequence[Message] | None) -> Sequence[M]:
     """Return the messages if they are all of one kind."""
-    for message in messages or [None]:
+    if messages is None:
+        raise ValueError(f"The client expected {kind.__name__} messages, got none.")
+    for message in messages:
         if not isinstance(message, kind):
             raise ValueError(f"The client expected {kind.__name__} messages, got {type(message).__name__}.")
     return cast("Sequence[M]", messages)

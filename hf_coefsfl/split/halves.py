@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..messages import SmashedData
 from .block_arguments import leaves
-from .messages import SmashedData
 from .placeholders import (
     accepts,
     crossing_context,
