@@ -84,7 +84,9 @@ class SplitFedConfig(TrainingArguments):
     max_grad_norm: float = field(default=0.0, metadata={"help": "Clip each side's gradient norm; 0 does not clip."})
     logging_steps: float = field(default=1, metadata={"help": "Rounds between logs."})
     save_steps: float = field(default=10, metadata={"help": "Rounds between checkpoints."})
-    report_to: str | list[str] | None = field(default="none", metadata={"help": "Where logs are reported to."})
+    report_to: None | str | list[str] = field(  # noqa: RUF036 - the order that HfArgumentParser understands
+        default="none", metadata={"help": "Where logs are reported to."}
+    )
 
     def __post_init__(self) -> None:
         """Check the federation's arguments before anything is built."""

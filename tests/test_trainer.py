@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from federated import CLASSES, images, rounds, same, texts, tiny_bert, tiny_vit, trainer, weights
+from huggingface_hub import HfApi
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hf_coefsfl import METHODS, SplitFedTrainer
@@ -383,19 +384,13 @@ def test_training_args_are_json_not_a_pickle(tmp_path: Path) -> None:
 
 
 def test_push_uploads_the_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import transformers.trainer as module
-
     uploaded: list[set[str]] = []
-    monkeypatch.setattr(
-        SplitFedTrainer, "init_hf_repo", lambda self, token=None: setattr(self, "hub_model_id", "me/run")
-    )
-    monkeypatch.setattr(
-        module,
-        "upload_folder",
-        lambda folder_path, **kwargs: uploaded.append(
-            {str(p.relative_to(folder_path)) for p in Path(folder_path).rglob("*")}
-        ),
-    )
+
+    def upload(self: HfApi, folder_path: str, **kwargs: Any) -> None:
+        uploaded.append({str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*")})
+
+    monkeypatch.setattr(SplitFedTrainer, "init_hf_repo", lambda self, token=None: setattr(self, "hub_model_id", "a/b"))
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
     run = trainer(tmp_path)
     run.train()
     run.push_to_hub()
