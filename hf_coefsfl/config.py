@@ -36,6 +36,11 @@ class SplitFedConfig(TrainingArguments):
     )
     warmup_rounds: int = field(default=3, metadata={"help": "First rounds, which run vanilla SFL whatever the method."})
 
+    staleness_probe: int = field(
+        default=0,
+        metadata={"help": "Measure the staleness of gradients every so many rounds (True: every round; 0: never)."},
+    )
+
     # --- Split ---
     cut: int = field(default=2, metadata={"help": "Number of blocks on the client, from the first one on."})
     blocks: str | None = field(
@@ -90,14 +95,15 @@ class SplitFedConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         """Check the federation's arguments before anything is built."""
+        self.staleness_probe = int(self.staleness_probe)  # True is every round
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed and not (name == "head" and value is None):
                 raise ValueError(f"{name}={value!r} is not allowed. Choose one of: {', '.join(allowed)}.")
-        for name, least in (("cut", 1), ("num_rounds", 1), ("local_epochs", 1), ("warmup_rounds", 0)):
-            at_least(name, getattr(self, name), least)
-        at_least("min_client_samples", self.min_client_samples, 1)
-        at_least("per_device_train_batch_size", self.per_device_train_batch_size, 1)
+        for name in ("cut", "num_rounds", "local_epochs", "min_client_samples", "per_device_train_batch_size"):
+            at_least(name, getattr(self, name), 1)
+        for name in ("warmup_rounds", "staleness_probe"):
+            at_least(name, getattr(self, name), 0)
         if self.num_clients is not None:
             at_least("num_clients", self.num_clients, 1)
         if not 0 < self.participation <= 1:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 # The streams of random numbers drawn from one run seed; their order is part of every result.
-_STREAMS = ("clients", "batches", "client_forward", "server_forward", "method", "partition")
+_STREAMS = ("clients", "batches", "client_forward", "server_forward", "method", "partition", "data")
 
 
 def derive_seed(seed: int, stream: str, *key: int) -> int:

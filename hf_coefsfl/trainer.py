@@ -24,14 +24,17 @@ from .fedavg import federated_average, flatten, unflatten_
 from .federation import Federation
 from .ledger import SUMMED, ClientReport, Ledger, gather_reports, summarize
 from .links import LocalLink, synchronize
-from .methods.base import Kept, Method, make_method
+from .methods import GradientReuse, Method, make_method
+from .methods.base import Kept
 from .outputs import Task
-from .rounds import preserved_random_state, sample_clients, shuffled_batches
+from .probe import ProbePoint, check_probe, load_probe, plot_probe, probe_staleness, save_probe, summarize_probe
+from .rounds import derive_seed, preserved_random_state, sample_clients, set_random_state, shuffled_batches
 from .sides import ClientSide, ServerSide, Setting
 from .split import split_model
 
 LEDGER_NAME = "communication.json"
 ARGS_NAME = "training_args.json"
+PROBE_NAME = "staleness.json"
 STATE_NAME = "method_state.safetensors"  # what a method keeps beside the model
 
 
@@ -78,6 +81,8 @@ class SplitFedTrainer(Trainer):
             raise ValueError(f"model must be a PreTrainedModel or a PeftModel, got {type(model).__name__}.")
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         args.make_method().check_task(Task.of(base, []))  # before the model is touched
+        if args.staleness_probe:
+            check_probe(args.make_method())
         self.federation = Federation.of(train_dataset, args) if train_dataset is not None else None
         model = self._with_adapter(model, args, peft_config)
         _ = args.device  # sets up the devices
@@ -105,6 +110,7 @@ class SplitFedTrainer(Trainer):
         self._method.setup(self.split, self.task, args.seed, first_round=args.warmup_rounds)
         self._reports: list[dict[str, float]] = []  # of the rounds since the last log
         self._update_norm = 0.0
+        self.staleness: list[ProbePoint] = []  # what `args.staleness_probe` measured
         self._check_sides()
         self._prepare_client_data()
 
@@ -231,8 +237,12 @@ class SplitFedTrainer(Trainer):
         with preserved_random_state():
             for client in bar:
                 unflatten_(parameters, initial)
-                reports[client] = self._train_client(round_index, client)
+                batches = self._client_batches(round_index, client)
+                reports[client] = self._train_client(round_index, client, batches)
                 trained[client] = flatten(parameters)
+                if client == clients[0] and self._is_probed(round_index):
+                    unflatten_(parameters, initial)
+                    self._probe(round_index, client, batches)
         unflatten_(parameters, initial)  # stays so if a client failed
         self._halves.zero_grad(set_to_none=True)
         reports = gather_reports(reports, self.accelerator)
@@ -249,11 +259,11 @@ class SplitFedTrainer(Trainer):
             self.ledger.save(Path(self.args.output_dir or "") / LEDGER_NAME)
         summary = summarize(reports)
         self._reports.append(summary)
+        self._reports[-1] |= self._probed(round_index)
         return torch.tensor(summary["server_loss"], device=self.args.device)
 
-    def _train_client(self, round_index: int, client: int) -> ClientReport:
-        """Run the round's method with one client, both sides starting from the present weights."""
-        assert self.federation is not None
+    def _sides(self, round_index: int, client: int, batches: list[dict[str, Any]]) -> tuple[ClientSide, ServerSide]:
+        """Return both sides of a client at the present weights, with fresh optimizers."""
         setting = Setting(
             seed=self.args.seed,
             round_index=round_index,
@@ -263,15 +273,16 @@ class SplitFedTrainer(Trainer):
             device=self.args.device,
             autocast=self.accelerator.autocast,
         )
+        optimizer = self._local_optimizer(self.client_parameters)
+        client_side = ClientSide(self.split.client, batches, optimizer, setting, self.task)
+        optimizer = self._local_optimizer(self.server_parameters)
+        return client_side, ServerSide(self.split.server, optimizer, setting, self.task)
+
+    def _train_client(self, round_index: int, client: int, batches: list[dict[str, Any]]) -> ClientReport:
+        """Run the round's method with one client, both sides starting from the present weights."""
+        assert self.federation is not None
+        client_side, server_side = self._sides(round_index, client, batches)
         method = self._round_method(round_index)
-        client_side = ClientSide(
-            self.split.client,
-            self._client_batches(round_index, client),
-            self._local_optimizer(self.client_parameters),
-            setting,
-            self.task,
-        )
-        server_side = ServerSide(self.split.server, self._local_optimizer(self.server_parameters), setting, self.task)
         link = LocalLink(method, client_side)
         start = time.perf_counter()
         method.round(link, server_side)
@@ -281,6 +292,23 @@ class SplitFedTrainer(Trainer):
         synchronize(self.args.device)
         seconds = time.perf_counter() - start
         return ClientReport.of(link, server_side, seconds, self.federation.sizes[client])
+
+    def _is_probed(self, round_index: int) -> bool:
+        since = round_index - self.args.warmup_rounds
+        return bool(self.args.staleness_probe) and since >= 0 and since % self.args.staleness_probe == 0
+
+    def _probe(self, round_index: int, client: int, batches: list[dict[str, Any]]) -> None:
+        """Measure the staleness of one client's round; the caller gives the weights back."""
+        assert isinstance(self._method, GradientReuse)
+        self.staleness += probe_staleness(self._method, *self._sides(round_index, client, batches))
+        if self.args.should_save:
+            folder = Path(self.args.output_dir or "")
+            save_probe(self.staleness, folder / PROBE_NAME)
+            plot_probe(self.staleness, (folder / PROBE_NAME).with_suffix(".png"))
+
+    def _probed(self, round_index: int) -> dict[str, float]:
+        points = [point for point in self.staleness if point.round == round_index + 1]
+        return summarize_probe(points) if points else {}
 
     def _round_method(self, round_index: int) -> Method:
         """Return vanilla SFL in the warm-up rounds, then the method of the run."""
@@ -297,6 +325,7 @@ class SplitFedTrainer(Trainer):
             self.args.per_device_train_batch_size,
             self.args.dataloader_drop_last,
         )
+        set_random_state(derive_seed(self.args.seed, "data", round_index, client))  # for random augmentation
         batches = [self._collate(self.federation.rows(client, batch)) for batch in places]
         for batch in batches:
             self.task.check_labels(batch, f"client {self.federation.name(client)}")
@@ -331,8 +360,8 @@ class SplitFedTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add what the rounds since the last log reported: sums of bytes, transfers, seconds; means of the rest."""
         if "loss" in logs and self._reports:
-            for name in self._reports[0]:
-                values = [report[name] for report in self._reports]
+            for name in dict.fromkeys(name for report in self._reports for name in report):
+                values = [report[name] for report in self._reports if name in report]
                 logs[name] = sum(values) if name in SUMMED else sum(values) / len(values)
             self._reports.clear()
         super().log(logs, start_time)
@@ -344,6 +373,8 @@ class SplitFedTrainer(Trainer):
         (folder / ARGS_NAME).write_text(json.dumps(self.args.to_dict(), indent=2, default=str) + "\n")
         self.ledger.save(folder / LEDGER_NAME)
         state = self._method.state_dict()
+        if self.staleness:
+            save_probe(self.staleness, folder / PROBE_NAME)
         if state:
             save_file({name: t.detach().contiguous().cpu() for name, t in state.items()}, folder / STATE_NAME)
         # Trainer takes adapter folders inside a checkpoint for further adapters and would load those.
@@ -356,6 +387,8 @@ class SplitFedTrainer(Trainer):
         else:
             self._load_weights(resume_from_checkpoint)
         self.ledger = Ledger.load(Path(resume_from_checkpoint) / LEDGER_NAME)
+        probe = Path(resume_from_checkpoint) / PROBE_NAME
+        self.staleness = load_probe(probe) if probe.exists() else []
         state = Path(resume_from_checkpoint) / STATE_NAME
         if state.exists():
             self._method.load_state_dict(load_file(state, device=str(self.args.device)))
