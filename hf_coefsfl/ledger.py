@@ -40,11 +40,13 @@ class ClientReport:
         """Report on a finished round that took `seconds` on both sides together."""
         client, seen = link.client.observed, server.observed
         server_loss = seen.mean("loss")
+        # The loss whose gradient the client followed: its own (an auxiliary network's), or that of the feedback
+        # where it was taken, plus the predicted change.
+        followed = seen.mean("feedback_loss", default=server_loss) + client.mean("loss_change")
         return cls(
             num_samples=num_samples,
             server_loss=server_loss,
-            # The loss whose gradient the client followed: where feedback was taken, plus the predicted change.
-            client_loss=seen.mean("feedback_loss", default=server_loss) + client.mean("loss_change"),
+            client_loss=client.mean("client_loss", default=followed),
             displacement_norm=client.mean("displacement_norm"),
             correction_ratio=client.mean("correction_ratio"),
             meter=link.meter,

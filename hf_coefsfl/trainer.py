@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,22 +13,17 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .adapters import default_lora, save_halves, trainable_sides
 from .config import SplitFedConfig
-from .fedavg import federated_average, flatten, unflatten_
 from .federation import Federation
-from .ledger import SUMMED, ClientReport, Ledger, gather_reports, summarize
-from .links import LocalLink, synchronize
-from .methods import GradientReuse, Method, make_method
-from .methods.base import Kept
+from .ledger import SUMMED, Ledger, summarize
 from .outputs import Task
-from .probe import ProbePoint, check_probe, load_probe, plot_probe, probe_staleness, save_probe, summarize_probe
-from .rounds import derive_seed, preserved_random_state, sample_clients, set_random_state, shuffled_batches
-from .sides import ClientSide, ServerSide, Setting
+from .probe import check_probe, load_probe, plot_probe, save_probe, summarize_probe
+from .rounds import num_sampled
+from .simulation import Simulation
 from .split import split_model
 
 LEDGER_NAME = "communication.json"
@@ -106,13 +100,9 @@ class SplitFedTrainer(Trainer):
         self.client_parameters, self.server_parameters = trainable_sides(self.split)
         self.task = Task.of(base, self.label_names)
         self.ledger = Ledger()
-        self._warmup, self._method = make_method("vanilla"), args.make_method()
-        self._method.setup(self.split, self.task, args.seed, first_round=args.warmup_rounds)
         self._reports: list[dict[str, float]] = []  # of the rounds since the last log
-        self._update_norm = 0.0
-        self.staleness: list[ProbePoint] = []  # what `args.staleness_probe` measured
         self._check_sides()
-        self._prepare_client_data()
+        self.simulation = self._make_simulation()
 
     # ---- Set-up ----
 
@@ -152,17 +142,16 @@ class SplitFedTrainer(Trainer):
                 "untie it (config.tie_word_embeddings=False), or train a LoRA adapter instead."
             )
 
-    def _prepare_client_data(self) -> None:
+    def _make_simulation(self) -> Simulation | None:
         """Drop the columns the model does not take, as `Trainer` does, and look at one sample."""
         if self.federation is None:
-            return
-        raw = self.federation.datasets[0]
-        self._collate = self.data_collator
-        if hasattr(raw, "column_names"):
+            return None
+        collate = self.data_collator
+        if hasattr(self.federation.datasets[0], "column_names"):
             self.federation = self.federation.map_datasets(lambda d: self._remove_unused_columns(d, "training"))
         else:
-            self._collate = self._get_collator_with_removed_columns(self.data_collator, "training")
-        batch = self._collate(self.federation.rows(0, [0]))
+            collate = self._get_collator_with_removed_columns(self.data_collator, "training")
+        batch = collate(self.federation.rows(0, [0]))
         missing = [name for name in self.label_names if name not in batch]
         if missing:
             raise ValueError(
@@ -175,12 +164,13 @@ class SplitFedTrainer(Trainer):
                 f"The training batches have no {needed!r}, only {', '.join(batch)}: the model needs it. Preprocess the "
                 f"dataset into a {needed!r} column, or have the collator make it."
             )
+        return Simulation(self.split, self.task, self.federation, collate, self.args, self.accelerator)
 
     # ---- What Trainer asks for ----
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the loader of the rounds; each item is a round's index, the same in every process."""
-        if self.federation is None:
+        if self.simulation is None:
             raise ValueError("Training needs a train_dataset.")
         # batch_size=None would break the Trainer's skipping of finished rounds on resume.
         rounds = cast("Dataset[int]", range(self.args.num_rounds))
@@ -200,18 +190,19 @@ class SplitFedTrainer(Trainer):
         """Return the mean number of samples a round trains on, for the samples per second."""
         if self.federation is None:
             return 0
-        sampled = len(sample_clients(0, 0, len(self.federation), args.participation))
+        sampled = num_sampled(len(self.federation), args.participation)
         return round(sum(self.federation.sizes) / len(self.federation) * sampled * args.local_epochs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return 0: a round's inputs are clients, not tokens."""
         return 0
 
-    def _clip_grad_norm(self, model: nn.Module) -> float:
-        return self._update_norm  # clipping happens in the local updates
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        return None  # clipping happens in the local updates
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
-        return self._update_norm
+        assert self.simulation is not None
+        return self.simulation.update_norm
 
     # ---- One round ----
 
@@ -219,141 +210,21 @@ class SplitFedTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """Run one communication round: local training of the sampled clients, then federated averaging."""
-        assert self.federation is not None
+        assert self.simulation is not None and self.federation is not None
         round_index = inputs["round"]
-        clients = sample_clients(self.args.seed, round_index, len(self.federation), self.args.participation)
-        parameters = [*self.client_parameters.values(), *self.server_parameters.values()]
-        initial = flatten(parameters)
-        trained: dict[int, torch.Tensor] = {}
-        reports: dict[int, ClientReport] = {}
-        self._set_mode()
-        mine = clients[self.accelerator.process_index :: self.accelerator.num_processes]
-        bar = tqdm(
-            mine,
-            desc=f"round {round_index + 1}: clients",
-            leave=False,
-            disable=self.args.disable_tqdm or not self.is_local_process_zero(),
-        )
-        with preserved_random_state():
-            for client in bar:
-                unflatten_(parameters, initial)
-                batches = self._client_batches(round_index, client)
-                reports[client] = self._train_client(round_index, client, batches)
-                trained[client] = flatten(parameters)
-                if client == clients[0] and self._is_probed(round_index):
-                    unflatten_(parameters, initial)
-                    self._probe(round_index, client, batches)
-        unflatten_(parameters, initial)  # stays so if a client failed
-        self._halves.zero_grad(set_to_none=True)
-        reports = gather_reports(reports, self.accelerator)
-        self._raise_on_failure(round_index, reports)
-        sizes = [float(self.federation.sizes[client]) for client in clients]
-        mean = federated_average(trained, clients, sizes, len(initial), self.accelerator)
-        unflatten_(parameters, mean)
-        self._update_norm = (mean - initial).norm().item()
-        self._round_method(round_index).merge(
-            [Kept(client, report.num_samples, report.kept) for client, report in reports.items()]
-        )
+        progress = not self.args.disable_tqdm and self.is_local_process_zero()
+        reports = self.simulation.run_round(round_index, self._get_learning_rate(), progress)
         self.ledger.add(round_index, {self.federation.name(client): report for client, report in reports.items()})
-        if self.args.should_save:
-            self.ledger.save(Path(self.args.output_dir or "") / LEDGER_NAME)
         summary = summarize(reports)
-        self._reports.append(summary)
-        self._reports[-1] |= self._probed(round_index)
-        return torch.tensor(summary["server_loss"], device=self.args.device)
-
-    def _sides(self, round_index: int, client: int, batches: list[dict[str, Any]]) -> tuple[ClientSide, ServerSide]:
-        """Return both sides of a client at the present weights, with fresh optimizers."""
-        setting = Setting(
-            seed=self.args.seed,
-            round_index=round_index,
-            client=client,
-            local_epochs=self.args.local_epochs,
-            max_grad_norm=self.args.max_grad_norm,
-            device=self.args.device,
-            autocast=self.accelerator.autocast,
-        )
-        optimizer = self._local_optimizer(self.client_parameters)
-        client_side = ClientSide(self.split.client, batches, optimizer, setting, self.task)
-        optimizer = self._local_optimizer(self.server_parameters)
-        return client_side, ServerSide(self.split.server, optimizer, setting, self.task)
-
-    def _train_client(self, round_index: int, client: int, batches: list[dict[str, Any]]) -> ClientReport:
-        """Run the round's method with one client, both sides starting from the present weights."""
-        assert self.federation is not None
-        client_side, server_side = self._sides(round_index, client, batches)
-        method = self._round_method(round_index)
-        link = LocalLink(method, client_side)
-        start = time.perf_counter()
-        method.round(link, server_side)
-        link.federate({**self.client_parameters, **method.federated()})
-        for side in (client_side, server_side):
-            side.finish()
-        synchronize(self.args.device)
-        seconds = time.perf_counter() - start
-        return ClientReport.of(link, server_side, seconds, self.federation.sizes[client])
-
-    def _is_probed(self, round_index: int) -> bool:
-        since = round_index - self.args.warmup_rounds
-        return bool(self.args.staleness_probe) and since >= 0 and since % self.args.staleness_probe == 0
-
-    def _probe(self, round_index: int, client: int, batches: list[dict[str, Any]]) -> None:
-        """Measure the staleness of one client's round; the caller gives the weights back."""
-        assert isinstance(self._method, GradientReuse)
-        self.staleness += probe_staleness(self._method, *self._sides(round_index, client, batches))
+        probed = [point for point in self.simulation.staleness if point.round == round_index + 1]
+        self._reports.append(summary | (summarize_probe(probed) if probed else {}))
         if self.args.should_save:
             folder = Path(self.args.output_dir or "")
-            save_probe(self.staleness, folder / PROBE_NAME)
-            plot_probe(self.staleness, (folder / PROBE_NAME).with_suffix(".png"))
-
-    def _probed(self, round_index: int) -> dict[str, float]:
-        points = [point for point in self.staleness if point.round == round_index + 1]
-        return summarize_probe(points) if points else {}
-
-    def _round_method(self, round_index: int) -> Method:
-        """Return vanilla SFL in the warm-up rounds, then the method of the run."""
-        return self._warmup if round_index < self.args.warmup_rounds else self._method
-
-    def _client_batches(self, round_index: int, client: int) -> list[dict[str, Any]]:
-        """Return the collated mini-batches of a client's round."""
-        assert self.federation is not None
-        places = shuffled_batches(
-            self.args.seed,
-            round_index,
-            client,
-            self.federation.sizes[client],
-            self.args.per_device_train_batch_size,
-            self.args.dataloader_drop_last,
-        )
-        set_random_state(derive_seed(self.args.seed, "data", round_index, client))  # for random augmentation
-        batches = [self._collate(self.federation.rows(client, batch)) for batch in places]
-        for batch in batches:
-            self.task.check_labels(batch, f"client {self.federation.name(client)}")
-        return batches
-
-    def _local_optimizer(self, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-        """Return a fresh optimizer (`args.optim`, AdamW by default) at the round's learning rate."""
-        cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args)
-        kwargs["lr"] = self._get_learning_rate()
-        return cls([{"params": list(parameters.values()), "weight_decay": self.args.weight_decay}], **kwargs)
-
-    def _set_mode(self) -> None:
-        """Put the halves in training mode, with batch statistics frozen and dropout as the config says."""
-        self._halves.train(self.args.dropout == "synced")
-        for module in self._halves.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.eval()  # running statistics are not averaged over clients
-
-    def _raise_on_failure(self, round_index: int, reports: dict[int, ClientReport]) -> None:
-        assert self.federation is not None
-        for client, report in reports.items():
-            if report.failed_side is not None:
-                raise ValueError(
-                    f"Round {round_index + 1}, client {self.federation.name(client)}: NaN or infinity on the "
-                    f"{report.failed_side} side (server loss {report.server_loss}). The global weights are those of "
-                    "the round before and checkpoints are untouched. Lower learning_rate or the method's compensation, "
-                    "set max_grad_norm, or look at this client's data."
-                )
+            self.ledger.save(folder / LEDGER_NAME)
+            if probed:
+                save_probe(self.simulation.staleness, folder / PROBE_NAME)
+                plot_probe(self.simulation.staleness, (folder / PROBE_NAME).with_suffix(".png"))
+        return torch.tensor(summary["server_loss"], device=self.args.device)
 
     # ---- Logs and files ----
 
@@ -372,11 +243,12 @@ class SplitFedTrainer(Trainer):
         (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; the JSON beside it says the same
         (folder / ARGS_NAME).write_text(json.dumps(self.args.to_dict(), indent=2, default=str) + "\n")
         self.ledger.save(folder / LEDGER_NAME)
-        state = self._method.state_dict()
-        if self.staleness:
-            save_probe(self.staleness, folder / PROBE_NAME)
-        if state:
-            save_file({name: t.detach().contiguous().cpu() for name, t in state.items()}, folder / STATE_NAME)
+        if self.simulation is not None:
+            state = self.simulation.method.state_dict()
+            if state:
+                save_file({name: t.detach().contiguous().cpu() for name, t in state.items()}, folder / STATE_NAME)
+            if self.simulation.staleness:
+                save_probe(self.simulation.staleness, folder / PROBE_NAME)
         # Trainer takes adapter folders inside a checkpoint for further adapters and would load those.
         if not folder.name.startswith(PREFIX_CHECKPOINT_DIR):
             save_halves(self.split, folder)
@@ -387,11 +259,11 @@ class SplitFedTrainer(Trainer):
         else:
             self._load_weights(resume_from_checkpoint)
         self.ledger = Ledger.load(Path(resume_from_checkpoint) / LEDGER_NAME)
-        probe = Path(resume_from_checkpoint) / PROBE_NAME
-        self.staleness = load_probe(probe) if probe.exists() else []
-        state = Path(resume_from_checkpoint) / STATE_NAME
-        if state.exists():
-            self._method.load_state_dict(load_file(state, device=str(self.args.device)))
+        if self.simulation is not None:
+            probe, state = (Path(resume_from_checkpoint) / name for name in (PROBE_NAME, STATE_NAME))
+            self.simulation.staleness = load_probe(probe) if probe.exists() else []
+            if state.exists():
+                self.simulation.method.load_state_dict(load_file(state, device=str(self.args.device)))
 
     def _load_best_model(self) -> None:
         if isinstance(self.model, PeftModel):

@@ -205,15 +205,16 @@ def test_best_model_and_early_stopping(tmp_path: Path) -> None:
 
 def test_scheduler_sets_the_local_learning_rate(tmp_path: Path) -> None:
     run = trainer(tmp_path, num_rounds=4, lr_scheduler_type="linear")
+    assert run.simulation is not None
     used: list[float] = []
-    local = run._local_optimizer
+    local = run.simulation.local_optimizer
 
-    def spy(parameters: Any) -> torch.optim.Optimizer:
-        optimizer = local(parameters)
+    def spy(parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
+        optimizer = local(parameters, learning_rate)
         used.append(optimizer.param_groups[0]["lr"])
         return optimizer
 
-    run._local_optimizer = spy  # type: ignore[method-assign]
+    run.simulation.local_optimizer = spy  # type: ignore[method-assign]
     run.train()
     logged = [entry["learning_rate"] for entry in run.state.log_history if "loss" in entry]
     expected = [5e-3 * (1 - t / 4) for t in range(4)]

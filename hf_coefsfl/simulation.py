@@ -1,0 +1,166 @@
+"""One communication round in this process group: the sampled clients one after the other, then the average."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import Trainer
+
+from .adapters import trainable_sides
+from .config import SplitFedConfig
+from .fedavg import federated_average, flatten, unflatten_
+from .federation import Federation
+from .ledger import ClientReport, gather_reports
+from .links import LocalLink, synchronize
+from .methods import GradientReuse, Method, make_method
+from .methods.base import Kept
+from .outputs import Task
+from .probe import ProbePoint, probe_staleness
+from .rounds import derive_seed, preserved_random_state, sample_clients, set_random_state, shuffled_batches
+from .sides import ClientSide, ServerSide, Setting
+from .split import SplitModel
+
+Batches = list[dict[str, Any]]
+
+
+class Simulation:
+    """Clients and their server sides as objects in this process; the clients of a round are spread over processes."""
+
+    def __init__(
+        self,
+        split: SplitModel,
+        task: Task,
+        federation: Federation,
+        collate: Callable[[list[Any]], dict[str, Any]],
+        args: SplitFedConfig,
+        accelerator: Accelerator,
+    ):
+        self.split, self.task, self.federation = split, task, federation
+        self.collate, self.args, self.accelerator = collate, args, accelerator
+        self.client_parameters, self.server_parameters = trainable_sides(split)
+        self.warmup, self.method = make_method("vanilla"), args.make_method()
+        self.method.setup(split, task, args.seed, first_round=args.warmup_rounds)
+        self.update_norm = 0.0  # of the last round's average
+        self.staleness: list[ProbePoint] = []  # what `args.staleness_probe` measured
+
+    def run_round(self, round_index: int, learning_rate: float, progress: bool = False) -> dict[int, ClientReport]:
+        """Train the sampled clients from the global weights, average, and return their reports in client order."""
+        clients = sample_clients(self.args.seed, round_index, len(self.federation), self.args.participation)
+        parameters = [*self.client_parameters.values(), *self.server_parameters.values()]
+        initial = flatten(parameters)
+        trained: dict[int, torch.Tensor] = {}
+        reports: dict[int, ClientReport] = {}
+        self._set_mode()
+        mine = clients[self.accelerator.process_index :: self.accelerator.num_processes]
+        with preserved_random_state():
+            for client in tqdm(mine, desc=f"round {round_index + 1}: clients", leave=False, disable=not progress):
+                unflatten_(parameters, initial)
+                batches = self._client_batches(round_index, client)
+                reports[client] = self._train_client(round_index, client, batches, learning_rate)
+                trained[client] = flatten(parameters)
+                if client == clients[0] and self._is_probed(round_index):
+                    unflatten_(parameters, initial)
+                    self._probe(round_index, client, batches, learning_rate)
+        unflatten_(parameters, initial)  # they stay if a client failed
+        for parameter in parameters:
+            parameter.grad = None
+        reports = gather_reports(reports, self.accelerator)
+        self._raise_on_failure(round_index, reports)
+        sizes = [float(self.federation.sizes[client]) for client in clients]
+        mean = federated_average(trained, clients, sizes, len(initial), self.accelerator)
+        unflatten_(parameters, mean)
+        self.update_norm = (mean - initial).norm().item()
+        kept = [Kept(client, report.num_samples, report.kept) for client, report in reports.items()]
+        self.round_method(round_index).merge(kept)
+        return reports
+
+    def round_method(self, round_index: int) -> Method:
+        """Return vanilla SFL in the warm-up rounds, then the method of the run."""
+        return self.warmup if round_index < self.args.warmup_rounds else self.method
+
+    def local_optimizer(self, parameters: dict[str, nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:
+        """Return a fresh optimizer (`args.optim`, AdamW by default)."""
+        cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(self.args)
+        kwargs["lr"] = learning_rate
+        return cls([{"params": list(parameters.values()), "weight_decay": self.args.weight_decay}], **kwargs)
+
+    def _sides(
+        self, round_index: int, client: int, batches: Batches, learning_rate: float
+    ) -> tuple[ClientSide, ServerSide]:
+        """Return both sides of a client at the present weights, with fresh optimizers."""
+        setting = Setting(
+            seed=self.args.seed,
+            round_index=round_index,
+            client=client,
+            local_epochs=self.args.local_epochs,
+            max_grad_norm=self.args.max_grad_norm,
+            device=self.args.device,
+            autocast=self.accelerator.autocast,
+        )
+        optimizer = self.local_optimizer(self.client_parameters, learning_rate)
+        client_side = ClientSide(self.split.client, batches, optimizer, setting, self.task)
+        optimizer = self.local_optimizer(self.server_parameters, learning_rate)
+        return client_side, ServerSide(self.split.server, optimizer, setting, self.task)
+
+    def _train_client(self, round_index: int, client: int, batches: Batches, learning_rate: float) -> ClientReport:
+        """Run the round's method with one client, both sides starting from the present weights."""
+        client_side, server_side = self._sides(round_index, client, batches, learning_rate)
+        method = self.round_method(round_index)
+        link = LocalLink(method, client_side)
+        start = time.perf_counter()
+        method.round(link, server_side)
+        link.federate({**self.client_parameters, **method.federated()})
+        for side in (client_side, server_side):
+            side.finish()
+        synchronize(self.args.device)
+        seconds = time.perf_counter() - start
+        return ClientReport.of(link, server_side, seconds, self.federation.sizes[client])
+
+    def _client_batches(self, round_index: int, client: int) -> Batches:
+        """Return the collated mini-batches of a client's round."""
+        places = shuffled_batches(
+            self.args.seed,
+            round_index,
+            client,
+            self.federation.sizes[client],
+            self.args.per_device_train_batch_size,
+            self.args.dataloader_drop_last,
+        )
+        set_random_state(derive_seed(self.args.seed, "data", round_index, client))  # for random augmentation
+        batches = [self.collate(self.federation.rows(client, batch)) for batch in places]
+        for batch in batches:
+            self.task.check_labels(batch, f"client {self.federation.name(client)}")
+        return batches
+
+    def _is_probed(self, round_index: int) -> bool:
+        since = round_index - self.args.warmup_rounds
+        return bool(self.args.staleness_probe) and since >= 0 and since % self.args.staleness_probe == 0
+
+    def _probe(self, round_index: int, client: int, batches: Batches, learning_rate: float) -> None:
+        """Measure the staleness of one client's round; the caller gives the weights back."""
+        assert isinstance(self.method, GradientReuse)
+        self.staleness += probe_staleness(self.method, *self._sides(round_index, client, batches, learning_rate))
+
+    def _set_mode(self) -> None:
+        """Put the halves in training mode, with batch statistics frozen and dropout as the config says."""
+        for half in (self.split.client, self.split.server):
+            half.train(self.args.dropout == "synced")
+            for module in half.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.eval()  # running statistics are not averaged over clients
+
+    def _raise_on_failure(self, round_index: int, reports: dict[int, ClientReport]) -> None:
+        for client, report in reports.items():
+            if report.failed_side is not None:
+                raise ValueError(
+                    f"Round {round_index + 1}, client {self.federation.name(client)}: NaN or infinity on the "
+                    f"{report.failed_side} side (server loss {report.server_loss}). The global weights are those of "
+                    "the round before and checkpoints are untouched. Lower learning_rate or the method's compensation, "
+                    "set max_grad_norm, or look at this client's data."
+                )
