@@ -8,7 +8,7 @@ from toy import CAUSAL, CLASSIFICATION, REGRESSION, SPANS, TOKENS, toy_sides
 
 from hf_coefsfl.links import LocalLink
 from hf_coefsfl.messages import Feedback, Message, SmashedData
-from hf_coefsfl.methods import METHODS, make_method
+from hf_coefsfl.methods import make_method
 from hf_coefsfl.outputs import Task
 
 Weights = dict[str, torch.Tensor]
@@ -41,7 +41,7 @@ def same(a: Weights, b: Weights, **tolerance: float) -> bool:
 
 
 @pytest.mark.parametrize("task", [CLASSIFICATION, REGRESSION, TOKENS, CAUSAL, SPANS], ids=lambda t: t.loss_type)
-@pytest.mark.parametrize("method", ["reuse", "oracle", "coef_d", "coef_j"])
+@pytest.mark.parametrize("method", ["reuse", "oracle", "coef_d", "coef_j", "ggn", "hutchinson"])
 def test_one_batch_per_round_equals_vanilla(method: str, task: Task) -> None:
     assert same(train(method, task, 1), train("vanilla", task, 1))
 
@@ -66,7 +66,7 @@ def test_exact_sensitivity_of_a_linear_server_and_squared_loss_is_the_oracle() -
     assert not same(ours, train("reuse", REGRESSION, 3, affine=True, local_epochs=2), atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", ["vanilla", "reuse", "oracle", "coef_d", "coef_j", "ggn", "hutchinson"])
 def test_the_wire_changes_nothing(method: str) -> None:
     assert same(train(method, SPANS, 3, WireLink), train(method, SPANS, 3))
 

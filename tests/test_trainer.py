@@ -26,7 +26,7 @@ def test_each_method_trains_and_learns(tmp_path: Path, method: str) -> None:
     assert math.isfinite(result.training_loss)
 
 
-@pytest.mark.parametrize("method", sorted(set(METHODS) - {"vanilla"}))
+@pytest.mark.parametrize("method", ["reuse", "oracle", "coef_d", "coef_j", "ggn", "hutchinson"])
 def test_one_batch_per_round_equals_vanilla_with_active_dropout(tmp_path: Path, method: str) -> None:
     """On a real model, with padding and dropout: masks must match for this to hold."""
     runs = []
