@@ -291,7 +291,7 @@ def test_a_random_network_is_seeded_and_shares_nothing() -> None:
 
 
 def test_a_model_that_cannot_lose_blocks_is_refused() -> None:
-    four = {"depths": [1, 1, 1, 1], "num_heads": [2, 2, 2, 2]}
+    four = {"depths": [1, 1, 1, 1], "num_heads": [2, 2, 2, 2], "image_size": 64}
     split = split_model(MODELS["swin"].make(**four), 1)  # its head fits the width of the last stage
     with pytest.raises(ValueError, match=r"does not run without its blocks after number 2.*Set num_blocks to 3"):
         AuxiliaryNetwork(split, 1)

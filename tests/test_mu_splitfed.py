@@ -214,6 +214,24 @@ def test_round_against_its_twin(per_batch: bool, epochs: int) -> None:
 
 
 @pytest.mark.parametrize("per_batch", [False, True])
+def test_server_passes_draw_the_masks_of_their_batch(per_batch: bool) -> None:
+    """Two passes of each batch for each of τ + 1 steps, under the batch's own number in every epoch."""
+    client, server = toy_sides(CLASSIFICATION, 3, local_epochs=2)
+    seen: list[int] = []
+    forward = server.forward
+
+    def spy(smashed: SmashedData, batch: int) -> Any:
+        seen.append(batch)
+        assert torch.equal(smashed.labels["labels"], client.batches[batch]["labels"])
+        return forward(smashed, batch)
+
+    server.forward = spy  # type: ignore[method-assign]
+    run(MUSplitFed(per_batch=per_batch), (client, server))
+    epoch = [b for b in range(3) for _ in range(6)] if per_batch else [b for b in range(3) for _ in range(2)] * 3
+    assert seen == epoch * 2
+
+
+@pytest.mark.parametrize("per_batch", [False, True])
 def test_transfers_and_bytes(per_batch: bool) -> None:
     """3 batches of 4 samples with 3 x 4 activations of 4 bytes, three times; int64 labels once; a float a batch."""
     link = run(MUSplitFed(per_batch=per_batch), toy_sides(CLASSIFICATION, 3))

@@ -64,5 +64,7 @@ class GGN(GradientReuse):
         """Return g₀ + Σₖ uₖ ⟨uₖ, δ⟩ with the scaled eigenvectors uₖ."""
         assert feedback.curvature is not None
         u = feedback.curvature.flatten(2)
-        correction = torch.einsum("bkd,be,bke->bd", u, displacement.flatten(1), u)
+        # In two steps: one einsum over all three would form the (d, d) matrices U Uᵀ.
+        products = torch.einsum("bkd,bd->bk", u, displacement.flatten(1))
+        correction = torch.einsum("bk,bkd->bd", products, u)
         return feedback.gradient + correction.view_as(displacement)

@@ -1,0 +1,136 @@
+"""`coefsfl cost`: what a round costs each method in transfers, bytes, FLOPs and memory, without training."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+from ..backbones import BACKBONES, SEQUENCE_LENGTH, TASKS, build_model, default_cut
+from ..cost import Cost, CostModel, Network, Round, cost_methods, known_methods
+from ..report import format_table
+from .units import parse_bandwidth, parse_latency
+
+EPILOG = """\
+up_mib and down_mib are smashed data, gradients, curvature and auxiliary networks; extra_up_mib and extra_down_mib
+are labels, masks and scalars, and the weights of federated averaging. GFLOPs are per sample of the client's data,
+2 for each multiply-add. Nothing is trained and no weights are downloaded. docs/costs.md says how it is counted.
+
+example:
+  coefsfl cost --model vit-tiny --num-labels 100 --cut 4 --num-samples 1000 --batch-size 32 --format json
+"""
+# The columns of a table and how their numbers are shown; JSON and CSV hold more of both.
+COLUMNS = {
+    "method": "", "cut": "", "transfers": ",", "up_mib": ",.2f", "down_mib": ",.2f", "extra_up_mib": ".3f",
+    "extra_down_mib": ".3f", "client_gflops": ".3f", "server_gflops": ".3f", "client_memory_mib": ",.1f",
+    "seconds": ",.2f",
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add("--model", required=True, help=f"{', '.join(BACKBONES)}, a folder with a config.json, or a Hub id")
+    add("--task", choices=list(TASKS), help="default: the backbone's, or what the config says")
+    add("--num-labels", type=int, help="number of classes (default: the config's)")
+    add("--cut", help='blocks on the client, or "all" (default: the paper\'s for its backbones, else 2)')
+    add("--num-samples", type=int, default=1000, help="samples of the client (default: %(default)s)")
+    add("--batch-size", type=int, default=32, help="default: %(default)s")
+    add("--local-epochs", type=int, default=1, help="default: %(default)s")
+    add("--sequence-length", type=int, help=f"tokens of a text (default: {SEQUENCE_LENGTH})")
+    add("--head", choices=["full", "lora", "frozen"], help="how the task head is trained (default: as for training)")
+    add("--methods", nargs="+", metavar="METHOD", help="default: all that can train the model")
+    add("--method-kwargs", metavar="JSON", help='options by method, e.g. \'{"coef_j": {"num_projections": 4}}\'')
+    add("--bandwidth", help="of the client's connection, e.g. 20Mbps: adds the seconds of a round's transfers")
+    add("--latency", help="of one transfer, e.g. 50ms (default: none)")
+    add("--format", choices=["table", "json", "csv", "markdown"], default="table", help="default: %(default)s")
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """Return the table in the format that was asked for."""
+    network = _network(arguments)
+    options = _options(arguments.method_kwargs)
+    plan = Round(arguments.num_samples, arguments.batch_size, arguments.local_epochs)
+    methods = arguments.methods or known_methods()
+    for name in (*methods, *options):
+        if name not in known_methods():
+            raise ValueError(f"Unknown method {name!r}. Choose one of: {', '.join(known_methods())}.")
+    if arguments.num_labels is not None and arguments.num_labels < 1:
+        raise ValueError(f"--num-labels must be at least 1, got {arguments.num_labels}.")
+    model = CostModel(
+        build_model(arguments.model, arguments.num_labels, arguments.task),
+        head=arguments.head,
+        sequence_length=arguments.sequence_length,
+    )
+    cuts = _cuts(arguments.cut, default_cut(arguments.model), model)
+    costs: list[Cost] = []
+    left_out: dict[str, str] = {}
+    progress = tqdm([(cut, name) for cut in cuts for name in methods], file=sys.stderr, leave=False, unit="method")
+    for cut, name in progress:
+        progress.set_description(f"cut {cut}, {name}")
+        try:
+            costs += cost_methods(model, [name], cut, plan, options)
+        except ValueError as error:
+            if arguments.methods or name in options:
+                raise
+            left_out[name] = str(error)
+        except (IndexError, RuntimeError) as error:
+            raise ValueError(f"{arguments.model} does not run on such samples: {error}") from error
+    for name, reason in left_out.items():
+        print(f"coefsfl cost: {name} is left out: {reason}", file=sys.stderr)
+    return render([cost.row(network) for cost in costs], arguments.format)
+
+
+def render(rows: list[dict[str, Any]], style: str) -> str:
+    """Return rows as a table, Markdown, JSON or CSV. Parts of the memory are for JSON only."""
+    if style == "json":
+        return json.dumps(rows, indent=2)
+    flat = [{name: value for name, value in row.items() if not isinstance(value, dict)} for row in rows]
+    if style == "csv":
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(flat[0]) if flat else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(flat)
+        return text.getvalue().rstrip("\n")
+    shown = {name: spec for name, spec in COLUMNS.items() if any(name in row for row in flat)}
+    # A few bytes must not look like none.
+    tiny = [
+        row | {name: f"{row[name]:.6f}" for name in ("up_mib", "down_mib") if 0 < row[name] < 0.005} for row in flat
+    ]
+    return format_table(tiny, shown, markdown=style == "markdown")
+
+
+def _network(arguments: argparse.Namespace) -> Network | None:
+    latency = parse_latency(arguments.latency) if arguments.latency is not None else 0.0
+    if arguments.bandwidth is None:
+        if arguments.latency is not None:
+            raise ValueError("--latency needs a --bandwidth to make a time of.")
+        return None
+    return Network(parse_bandwidth(arguments.bandwidth), latency)
+
+
+def _options(text: str | None) -> dict[str, dict[str, Any]]:
+    try:
+        options = json.loads(text) if text is not None else {}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--method-kwargs is no JSON: {error}.") from error
+    if not isinstance(options, dict) or not all(isinstance(value, dict) for value in options.values()):
+        raise ValueError('--method-kwargs must map methods to their options, e.g. {"coef_j": {"num_projections": 4}}.')
+    return options
+
+
+def _cuts(text: str | None, default: int, model: CostModel) -> list[int]:
+    if text == "all":
+        return list(model.cuts)
+    try:
+        cut = default if text is None else int(text)
+    except ValueError:
+        raise ValueError(f'--cut must be a number of blocks or "all", got {text!r}.') from None
+    if cut not in model.cuts:
+        raise ValueError(f"--cut must be from 1 to {model.cuts[-1]} for this model, got {cut}.")
+    return [cut]

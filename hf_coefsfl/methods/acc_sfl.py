@@ -1,0 +1,94 @@
+"""AccSFL (Han et al., 2022): the client trains on the loss of an auxiliary head of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..auxiliary import HEADS, AuxiliaryHead, check_head_task
+from ..links import ClientLink
+from ..messages import Message
+from ..outputs import Task
+from ..sides import ClientSide, ServerSide
+from .base import Kept, Method, at_least
+
+if TYPE_CHECKING:
+    from ..split import SplitModel
+
+
+@dataclass
+class AccSFL(Method):
+    """s₀ up once for the server's local updates; the client minimises L_aux(s) and gets nothing back. 1 transfer.
+
+    The client's side and its auxiliary head are trained together by one optimizer, without
+    distillation. The head goes to the clients and is averaged with their adapters, in every round
+    but those of the warm-up.
+    """
+
+    name: ClassVar[str] = "acc_sfl"
+    title: ClassVar[str] = "AccSFL"
+
+    head: str = "fc"
+    rank: int = 2  # of head="fc_lora"
+    hidden_layers: int = 1  # of head="mlp"; the paper sweeps 1, 4, 8 and 12
+
+    def __post_init__(self) -> None:
+        """Check the ranges of the options."""
+        if self.head not in HEADS:
+            raise ValueError(f"head={self.head!r} is not an auxiliary head. Choose one of: {', '.join(HEADS)}.")
+        at_least("rank", self.rank, 1)
+        at_least("hidden_layers", self.hidden_layers, 1)
+
+    def check_task(self, task: Task) -> None:
+        """Refuse a loss that the head cannot compute."""
+        check_head_task(task)
+
+    def setup(self, split: SplitModel, task: Task, seed: int, first_round: int = 0) -> None:
+        """Build the head that all clients start from."""
+        self.network = AuxiliaryHead.of(split, task, self.head, seed, rank=self.rank, hidden_layers=self.hidden_layers)
+
+    def federated(self) -> dict[str, Tensor]:
+        """Return the trained weights of the head; a frozen one is drawn from the seed on both sides."""
+        return {f"auxiliary.{name}": p for name, p in self.network.named_parameters()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the whole head."""
+        return {f"auxiliary.{name}": t for name, t in self.network.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take back the whole head."""
+        self.network.load_state_dict({name.removeprefix("auxiliary."): t for name, t in state.items()})
+
+    def round(self, client: ClientLink, server: ServerSide) -> None:
+        """Train each side on its own loss."""
+        server.local_updates(client.upload())
+        client.update()
+
+    def update(self, client: ClientSide, messages: Sequence[Message] | None, batches: Sequence[int] | None) -> None:
+        """Walk the batches with the head's loss. Runs on the client."""
+        network = copy.deepcopy(self.network)
+        options = {name: value for name, value in client.optimizer.param_groups[0].items() if name != "params"}
+        client.optimizer.add_param_group({"params": list(network.parameters()), **options})
+        for _ in range(client.setting.local_epochs):
+            for batch in range(len(client.batches)):
+                client.smash(batch)
+                with client.setting.autocast():
+                    loss = network(client.live)
+                client.observed.add("client_loss", loss)
+                client.minimize(loss)
+        client.kept |= {f"auxiliary.{name}": p.detach() for name, p in network.named_parameters()}
+
+    @torch.no_grad()
+    def merge(self, kept: Sequence[Kept]) -> None:
+        """Average the heads, weighted by the clients' samples."""
+        total = sum(k.num_samples for k in kept)
+        for name, p in self.federated().items():
+            mean = torch.zeros_like(p)
+            for k in kept:  # one by one in client order: the same bits for any number of processes
+                mean += k.tensors[name].to(p.device) * (k.num_samples / total)
+            p.copy_(mean)

@@ -1,0 +1,263 @@
+"""GAS (Yang et al., 2024): gradient reuse, with activations that the server generates from class statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from ..links import ClientLink
+from ..messages import Feedback, Message, SmashedData
+from ..outputs import Task
+from ..sides import ClientSide, ServerSide, on_graph
+from ..statistics import ClassStatistics, class_moments, from_tensors, pooled, to_tensors, update
+from .base import Kept, Method, at_least
+from .reuse import GradientReuse
+
+if TYPE_CHECKING:
+    from ..split import SplitModel
+
+_ONE_CLASS_A_SAMPLE = (
+    "ForSequenceClassification",
+    "ForImageClassification",
+    "ForVideoClassification",
+    "ForAudioClassification",
+)
+
+
+@dataclass
+class GAS(GradientReuse):
+    """g₀ of logits adjusted by the client's label frequencies; server batches filled up with generated activations.
+
+    The server keeps a running mean and variance of the activations of each class and token position,
+    over all clients, each upload weighted by its round (counted from 1) times its samples. As soon
+    as all classes have been seen, every class in the pool of a client is padded to
+    `samples_per_class` with draws from N(mean, variance), also a class that the client does not
+    have, and the server trains on the enlarged batches with the plain loss. 2 transfers.
+
+    With `per_batch` every batch is exchanged at the present weights of both sides: 2B transfers.
+    The server then knows no more of the client than what it has sent so far, so that the label
+    frequencies and statistics are those of the round up to the batch, and every batch is padded to
+    its share of `samples_per_class`.
+    """
+
+    name: ClassVar[str] = "gas"
+    title: ClassVar[str] = "GAS"
+
+    samples_per_class: int = 32
+    per_batch: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the ranges of the options, and start without statistics."""
+        at_least("samples_per_class", self.samples_per_class, 1)
+        self.statistics: ClassStatistics = {}  # on the CPU; replaced at the end of a round, never changed
+
+    def check_task(self, task: Task) -> None:
+        """Refuse a task without one class for each sample: the statistics and the draws go by class."""
+        reason = None
+        if task.loss_type not in _ONE_CLASS_A_SAMPLE:
+            reason = f"a {task.loss_type} loss has none"
+        elif task.problem_type is not None and not task.problem_type.startswith("single_label"):
+            reason = f"problem_type={task.problem_type!r} has none"
+        elif task.num_labels < 2:
+            reason = f"num_labels={task.num_labels} makes this a regression"
+        if reason is not None:
+            raise ValueError(
+                f"GAS generates activations of a class and needs one class label for each sample; {reason}. Use it for "
+                "single-label classification of sequences, images, videos or audio, or choose another method."
+            )
+
+    def setup(self, split: SplitModel, task: Task, seed: int, first_round: int = 0) -> None:
+        """Start without statistics."""
+        self.statistics = {}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the running statistics."""
+        return to_tensors(self.statistics)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the running statistics back."""
+        self.statistics = from_tensors(state)
+
+    def merge(self, kept: Sequence[Kept]) -> None:
+        """Take up the uploads of the round's clients, one after the other."""
+        for contribution in kept:
+            self.statistics = update(self.statistics, from_tensors(contribution.tensors))
+
+    def round(self, client: ClientLink, server: ServerSide) -> None:
+        """Exchange once; feedback is computed at the round-initial server weights, with adjusted logits."""
+        if self.per_batch:
+            self._exchange_each_batch(client, server)
+            return
+        smashed = client.upload()
+        counts = label_counts(smashed, server.task.num_labels)
+        feedback = [Feedback(adjusted_gradient(server, data, batch, counts)) for batch, data in enumerate(smashed)]
+        ours = weighted(pooled(observe(data) for data in smashed), server)
+        statistics = update(self._initial(server), ours)
+        missing: list[list[int]] = [[] for _ in smashed]
+        if can_generate(statistics, smashed, server.task.num_labels):
+            missing = spread(missing_labels(counts.tolist(), self.samples_per_class), len(smashed))
+        for _ in range(client.local_epochs):
+            for batch, data in enumerate(smashed):
+                # Drawn anew in each epoch, to the same values: kept, they would outweigh the upload.
+                server.train_step(enlarge(data, missing[batch], statistics, server, batch), batch)
+        server.kept = to_tensors(ours)
+        client.update(feedback)
+
+    def _exchange_each_batch(self, client: ClientLink, server: ServerSide) -> None:
+        seen = torch.zeros(server.task.num_labels, device=server.setting.device)
+        observed: ClassStatistics = {}
+        initial = self._initial(server)
+        for _ in range(client.local_epochs):
+            for batch in range(client.num_batches):
+                smashed = client.upload([batch])
+                counts = label_counts(smashed, len(seen))
+                seen = seen + counts
+                client.update([Feedback(adjusted_gradient(server, smashed[0], batch, seen))], [batch])
+                observed = pooled([observed, observe(smashed[0])])
+                statistics = update(initial, weighted(observed, server))
+                missing: list[int] = []
+                if can_generate(statistics, smashed, len(seen)):
+                    share = share_of(self.samples_per_class, batch, client.num_batches)
+                    missing = missing_labels(counts.tolist(), share)
+                server.train_step(enlarge(smashed[0], missing, statistics, server, batch), batch)
+        server.kept = to_tensors(weighted(observed, server))
+
+    def _initial(self, server: ServerSide) -> ClassStatistics:
+        """Return the statistics of the round's start where the activations are."""
+        return {label: moments.to(server.setting.device) for label, moments in self.statistics.items()}
+
+    def update(self, client: ClientSide, messages: Sequence[Message] | None, batches: Sequence[int] | None) -> None:
+        """Walk the exchanged batches with g₀, or descend along the batch last uploaded. Runs on the client."""
+        if batches is None:
+            super().update(client, messages, batches)
+        else:
+            Method.update(self, client, messages, batches)
+
+
+def num_generated(counts_per_class: Sequence[float], samples_per_class: int = 32) -> int:
+    """Return N_g, how many activations pad each class to `samples_per_class`.
+
+    >>> num_generated([10] * 100)  # CIFAR-100, a client with 1000 samples
+    2200
+    """
+    return sum(max(0, samples_per_class - int(count)) for count in counts_per_class)
+
+
+def missing_labels(counts_per_class: Sequence[float], samples_per_class: int) -> list[int]:
+    """Return the labels of the activations to generate, class by class."""
+    missing = [num_generated([count], samples_per_class) for count in counts_per_class]
+    return [label for label, number in enumerate(missing) for _ in range(number)]
+
+
+def spread(labels: Sequence[int], num_batches: int) -> list[list[int]]:
+    """Deal labels out to the batches, one each in turn."""
+    return [list(labels[batch::num_batches]) for batch in range(num_batches)]
+
+
+def share_of(total: int, batch: int, num_batches: int) -> int:
+    """Return how much of `total` falls to one batch, in whole numbers that add up."""
+    return total * (batch + 1) // num_batches - total * batch // num_batches
+
+
+def class_labels(smashed: SmashedData) -> Tensor:
+    """Return the class of each sample (b,)."""
+    labels = smashed.labels["labels"]
+    if labels.is_floating_point() or labels.numel() != len(smashed.activations):
+        raise ValueError(
+            f"GAS needs one class label for each sample, got labels of shape {tuple(labels.shape)} and type "
+            f"{labels.dtype} for {len(smashed.activations)} samples: several labels a sample or a regression. Choose "
+            "another method."
+        )
+    return labels.reshape(-1)
+
+
+def label_counts(smashed: Sequence[SmashedData], num_labels: int) -> Tensor:
+    """Return how many samples of each class a client has uploaded (C,)."""
+    labels = torch.cat([class_labels(data) for data in smashed])
+    return (labels[:, None] == torch.arange(num_labels, device=labels.device)).sum(0).float()
+
+
+def adjusted_gradient(server: ServerSide, smashed: SmashedData, batch: int, counts: Tensor) -> Tensor:
+    """∇ₛ of the batch-mean cross-entropy of logits + log(label frequency), at the present server weights."""
+    leaf = on_graph(smashed)
+    logits = server.forward(leaf, batch).logits
+    frequency = counts / counts.sum().clamp(min=1)
+    loss = cross_entropy(logits.float() + (frequency + 1e-12).log(), class_labels(smashed))
+    server.observed.add("feedback_loss", loss)
+    return torch.autograd.grad(loss, leaf.activations)[0]
+
+
+def position_mask(smashed: SmashedData) -> Tensor | None:
+    """Return which positions at the cut are no padding (b, T); None where the batch does not say.
+
+    The mask of audio is over the raw signal and does not fit the cut: all its positions count.
+    """
+    mask = smashed.context.get("attention_mask")
+    return mask.bool() if mask is not None and mask.shape == smashed.activations.shape[:2] else None
+
+
+def observe(smashed: SmashedData) -> ClassStatistics:
+    """Return the moments of a batch by class, without its padding."""
+    s, mask = smashed.activations, position_mask(smashed)
+    everywhere = torch.ones(s.shape[:2], dtype=torch.bool, device=s.device)
+    return class_moments(s, class_labels(smashed), everywhere if mask is None else mask)
+
+
+def weighted(upload: ClassStatistics, server: ServerSide) -> ClassStatistics:
+    """Return the moments of an upload, weighing as much as its round's number times its samples."""
+    number = server.setting.round_index + 1  # from 1: the uploads of a round 0 would weigh nothing
+    return {label: moments.scaled(number) for label, moments in upload.items()}
+
+
+def can_generate(statistics: ClassStatistics, batches: Sequence[SmashedData], num_labels: int) -> bool:
+    """Whether every class has statistics at the positions of every batch: at some if it is masked, else at all."""
+    for length, masked in {(data.activations.shape[1], position_mask(data) is not None) for data in batches}:
+        for label in range(num_labels):
+            if label not in statistics:
+                return False
+            seen = statistics[label].lengthened(length).weight[:length] > 0
+            if not (seen.any() if masked else seen.all()):
+                return False
+    return True
+
+
+def enlarge(
+    smashed: SmashedData, labels: Sequence[int], statistics: ClassStatistics, server: ServerSide, batch: int
+) -> SmashedData:
+    """Return a batch with one generated activation appended for each of `labels`.
+
+    Generated samples of padded text reach as far as their class has been seen; whatever else goes
+    with each sample of the batch (positions, say) is taken from its samples in turn.
+    """
+    if not labels:
+        return smashed
+    s = smashed.activations
+    size, length, number = len(s), s.shape[1], len(labels)
+    generator = server.setting.generator("method", batch)
+    drawn = [statistics[label].draw(1, length, generator) for label in labels]
+    mask = torch.cat([seen for _, seen in drawn])
+
+    def extended(name: str, value: Tensor) -> Tensor:
+        if value.ndim == 0 or len(value) != size:  # a flag, or the same for all samples
+            return value
+        rows = value[torch.arange(number, device=value.device) % size]
+        if name == "attention_mask" and value.ndim == 2:
+            rows = mask if value.shape == s.shape[:2] else torch.ones_like(rows)
+        elif name == "padding" and value.shape == s.shape[:2]:
+            rows = ~mask
+        return torch.cat([value, rows.to(value.dtype)])
+
+    target = smashed.labels["labels"]
+    new = torch.tensor(labels, dtype=target.dtype, device=target.device).reshape(number, *target.shape[1:])
+    return replace(
+        smashed,
+        activations=torch.cat([s, torch.cat([sample for sample, _ in drawn]).to(s.dtype)]),
+        context={name: extended(name, value) for name, value in smashed.context.items()},
+        labels=smashed.labels | {"labels": torch.cat([target, new])},
+        shapes={n: (size + number, *dims[1:]) if dims[0] == size else dims for n, dims in smashed.shapes.items()},
+    )

@@ -1,0 +1,165 @@
+"""MU-SplitFed (Liang et al., 2025): zeroth-order updates on both sides, a scalar for feedback, no backward pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..links import ClientLink
+from ..messages import Message, SmashedData
+from ..sides import ClientSide, ServerSide
+from ..zeroth_order import Direction, two_point
+from .base import Method, at_least, expect
+
+
+@dataclass(frozen=True)
+class Probes(SmashedData):
+    """Uplink: the smashed data h at θᶜ, h₊ at θᶜ + μu and h₋ at θᶜ − μu; labels and context once."""
+
+    kinds: ClassVar[dict[str, str]] = {**SmashedData.kinds, "ahead": "smashed_data", "behind": "smashed_data"}
+
+    ahead: Tensor = field(kw_only=True)
+    behind: Tensor = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class Slopes(Message):
+    """Downlink: d of one batch, in each local epoch (E,): all that the client learns of the gradient."""
+
+    kinds: ClassVar[dict[str, str]] = {"slopes": "gradients"}
+
+    slopes: Tensor
+
+
+@dataclass
+class MUSplitFed(Method):
+    """h, h₊ and h₋ up; τ passes of two-point steps on h at the server, then a joint one on h₊ and h₋; d down.
+
+    d = (L(θˢ + μv; h₊) − L(θˢ − μv; h₋)) / 2μ is the slope of the loss along (u, v), the random
+    direction of both sides: the server steps along v by it and the client along u, in plain SGD
+    without weight decay. 2 transfers, of three activations up and one float a batch down.
+
+    The probes of all batches are taken at the round-initial client weights, once a round. With several
+    local epochs the server repeats its τ + 1 passes with new directions v and sends d of each epoch,
+    and the client steps along the same u by each. With `per_batch` every batch is exchanged at
+    the present weights, in a new direction each time: 2B transfers.
+
+    A difference of losses is divided by 2μ, and so is all noise in it. Both sides of a difference
+    see the same dropout masks; bf16, however, rounds a loss by more than it differs.
+    """
+
+    name: ClassVar[str] = "mu_splitfed"
+    title: ClassVar[str] = "MU-SplitFed"
+
+    perturbation_scale: float = 1e-3  # μ
+    server_passes: int = 2  # τ
+    learning_rate: float | None = None  # η of both sides; None: the run's
+    per_batch: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the ranges of the options."""
+        at_least("server_passes", self.server_passes, 1)
+        for option in ("perturbation_scale", "learning_rate"):
+            value = getattr(self, option)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{option}={value!r} must be a finite number above 0.")
+
+    def round(self, client: ClientLink, server: ServerSide) -> None:
+        """Exchange once, or once for each batch."""
+        if self.per_batch:
+            for walked in range(client.local_epochs * client.num_batches):
+                # The count of batches goes on over the epochs: it tells the client which u to draw.
+                probes = expect(Probes, client.upload([walked]))
+                (slopes,) = self._train(server, probes, [walked], client)
+                client.update([slopes], [walked])
+            return
+        probes, batches = expect(Probes, client.upload()), range(client.num_batches)
+        epochs = [
+            self._train(server, probes, [epoch * len(batches) + batch for batch in batches], client)
+            for epoch in range(client.local_epochs)
+        ]
+        client.update([Slopes(torch.cat([message.slopes for message in batch])) for batch in zip(*epochs, strict=True)])
+
+    def _train(
+        self, server: ServerSide, probes: Sequence[Probes], walked: Sequence[int], client: ClientLink
+    ) -> list[Slopes]:
+        """Do the server's τ passes over some batches and the joint one; return d of each batch.
+
+        `walked` counts the batches over all epochs of the round.
+        """
+        count, total = client.num_batches, client.num_batches * client.local_epochs
+        # Of the random stream the first `total` numbers are the client's u; the server's v come after them.
+        for number in range(1, self.server_passes + 1):
+            for place, data in zip(walked, probes, strict=True):
+                ends = data.activations, data.activations
+                _, loss = self._step(server, data, ends, place % count, number * total + place)
+                server.observed.add("loss", loss)
+        feedback = []
+        for place, data in zip(walked, probes, strict=True):
+            draw = (self.server_passes + 1) * total + place
+            slope, loss = self._step(server, data, (data.ahead, data.behind), place % count, draw)
+            server.observed.add("feedback_loss", loss)
+            feedback.append(Slopes(slope.float().reshape(1)))
+        return feedback
+
+    def _step(
+        self, server: ServerSide, probes: Probes, ends: tuple[Tensor, Tensor], batch: int, draw: int
+    ) -> tuple[Tensor, Tensor]:
+        """Step along one v by a difference of losses, given the activations at its ends; return d and the mean loss."""
+        direction = Direction(_weights(server), server.setting.generator("method", draw))
+
+        def loss(activations: Tensor) -> Tensor:
+            value: Tensor = server.forward(replace(probes, activations=activations), batch).loss
+            return value
+
+        ahead, behind = (partial(loss, activations) for activations in ends)
+        slope, mean = two_point(direction, self.perturbation_scale, ahead, behind)
+        direction.descend(slope, self._rate(server), server.setting.max_grad_norm)
+        return slope, mean
+
+    @torch.no_grad()
+    def upload(self, client: ClientSide, batches: Sequence[int] | None) -> list[SmashedData]:
+        """Return the probes of all batches, or of some. Runs on the client."""
+        return [self._probe(client, walked) for walked in (range(len(client.batches)) if batches is None else batches)]
+
+    def _probe(self, client: ClientSide, walked: int) -> Probes:
+        batch = walked % len(client.batches)
+        smashed = client.smash(batch)
+        ends = []
+        for scale in (self.perturbation_scale, -self.perturbation_scale):
+            with _direction(client, walked).moved(scale):
+                ends.append(client.smash(batch).activations)
+        return Probes(
+            smashed.activations, smashed.context, smashed.labels, smashed.shapes, ahead=ends[0], behind=ends[1]
+        )
+
+    def update(self, client: ClientSide, messages: Sequence[Message] | None, batches: Sequence[int] | None) -> None:
+        """θᶜ ← θᶜ − η d u for each batch, epoch by epoch. Runs on the client."""
+        feedback = expect(Slopes, messages)
+        drawn = range(len(feedback)) if batches is None else batches
+        for epoch in range(len(feedback[0].slopes)):
+            for walked, message in zip(drawn, feedback, strict=True):
+                _direction(client, walked).descend(
+                    message.slopes[epoch], self._rate(client), client.setting.max_grad_norm
+                )
+
+    def _rate(self, side: ClientSide | ServerSide) -> float:
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return float(side.optimizer.param_groups[0]["lr"])
+
+
+def _direction(client: ClientSide, walked: int) -> Direction:
+    """Return the client's u for one batch; `walked` counts the batches over all epochs of the round."""
+    return Direction(_weights(client), client.setting.generator("method", walked))
+
+
+def _weights(side: ClientSide | ServerSide) -> list[Tensor]:
+    """Return what a side trains."""
+    return [weight for group in side.optimizer.param_groups for weight in group["params"]]
