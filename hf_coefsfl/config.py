@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from transformers import TrainingArguments
 from .methods import Method, make_method
 from .methods.base import at_least
 
+logger = logging.getLogger(__name__)
 _CHOICES: dict[str, tuple[str, ...]] = {
     "partition": ("iid", "dirichlet", "column"),
     "dropout": ("synced", "off"),
@@ -24,7 +26,8 @@ class SplitFedConfig(TrainingArguments):
     A Trainer step is one communication round, so `logging_steps`, `eval_steps` and `save_steps` count rounds, and
     `max_steps` is `num_rounds`. The defaults are those of the paper. These differ from `TrainingArguments`:
     `per_device_train_batch_size` 32, `learning_rate` 5e-4 (of the local updates), `lr_scheduler_type` "constant",
-    `max_grad_norm` 0 (no clipping), `logging_steps` 1, `save_steps` 10, `report_to` "none".
+    `max_grad_norm` 0 (no clipping), `logging_steps` 1, `save_steps` 10, `report_to` "none". `weight_decay` (0) applies
+    to all trained parameters of both sides; `data_seed`, where given, governs the partition and the batches.
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "method_kwargs"]
@@ -115,6 +118,13 @@ class SplitFedConfig(TrainingArguments):
             raise ValueError(f"dirichlet_alpha={self.dirichlet_alpha} must be a finite number above 0.")
         if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
             raise ValueError(f"learning_rate={self.learning_rate} must be a finite number above 0.")
+        if self.method != "vanilla" and self.warmup_rounds >= self.num_rounds:
+            logger.warning(
+                "warmup_rounds=%d covers all num_rounds=%d: only vanilla SFL will run, not %s.",
+                self.warmup_rounds,
+                self.num_rounds,
+                self.method,
+            )
         self._refuse_unsupported()
         if self.max_steps > 0 and self.max_steps != self.num_rounds:
             raise ValueError(

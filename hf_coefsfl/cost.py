@@ -59,7 +59,7 @@ class Cost:
     down: Numbers
     client_flops: int
     server_flops: int
-    placeholder_flops: int  # of the server's embeddings on placeholders, in none of the others
+    placeholder_flops: int  # of embeddings that run on placeholders, in none of the others
     client_memory: Numbers = field(default_factory=dict)  # bytes by what they are for
 
     def row(self, network: Network | None = None) -> dict[str, Any]:
@@ -179,6 +179,7 @@ class CostModel:
             # Coefficients are of all epochs of a round, and so are the training steps on what is generated.
             generated = generated_samples(kind.method, plan, self.samples.task.num_labels)
             counted["server_flops"] += generated * coefficients["train_flops"][2]
+            counted["placeholder_flops"] += generated * coefficients["train_placeholder_flops"][2]
         if kind.aligns_in is not None:
             buffered = min(kind.aligns_in.buffer_size, sum(plan.sizes[:: kind.aligns_in.buffer_every]))
             for name in ("server_flops", "placeholder_flops"):
@@ -251,6 +252,7 @@ class CostModel:
             "server_flops": server.counter.flops["server"],
             "placeholder_flops": sum(server.counter.placeholder_flops.values()),
             "train_flops": server.train_flops,
+            "train_placeholder_flops": server.train_placeholder_flops,
             "memory.weights": split.client.nbytes() + link.foreign_weights(),
             "memory.optimizer": link.optimizer_bytes(),
             "memory.exchange": exchanged + link.round_messages,

@@ -9,10 +9,11 @@ from os import PathLike
 from typing import Any
 
 import numpy as np
+from datasets import DatasetDict
 from torch.utils.data import IterableDataset
 
 from .config import SplitFedConfig
-from .partition import Partition, column_values, make_partition, plot_partition
+from .partition import LABEL_COLUMNS, Partition, column_values, make_partition, plot_partition
 from .rounds import derive_seed
 
 _DEFAULT_CLIENTS = 50
@@ -28,6 +29,11 @@ class Federation:
     @classmethod
     def of(cls, data: Any, args: SplitFedConfig) -> Federation:
         """Make the federation of `train_dataset`: partitioned by the config, or a list or dict of client datasets."""
+        if isinstance(data, DatasetDict):
+            raise ValueError(
+                f"train_dataset is a DatasetDict of the splits {', '.join(map(repr, data))}, which are no clients. "
+                "Pass one of them, e.g. dataset['train']."
+            )
         if isinstance(data, (Mapping, list, tuple)) and not _is_single(data):
             return cls._natural(data, args)
         if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
@@ -43,7 +49,7 @@ class Federation:
             alpha=args.dirichlet_alpha,
             column=args.partition_column,
             min_size=args.min_client_samples,
-            seed=derive_seed(args.seed, "partition"),
+            seed=derive_seed(args.seed if args.data_seed is None else args.data_seed, "partition"),
         )
         return cls([data], partition)._checked(args)
 
@@ -99,7 +105,9 @@ class Federation:
     def plot(self, path: str | PathLike[str], column: str | None = None) -> None:
         """Save a picture of the samples of each client and class."""
         values = np.concatenate([column_values(dataset, column) for dataset in self.datasets])
-        names = getattr(getattr(self.datasets[0], "features", {}).get(column or "label"), "names", None)
+        features = getattr(self.datasets[0], "features", {})
+        found = column or next((name for name in LABEL_COLUMNS if name in features), "")
+        names = getattr(features.get(found), "names", None)
         ends = np.cumsum([0, *self.sizes])
         rows = self.partition.indices
         if len(self.datasets) > 1:  # each client's rows, as places in the concatenation

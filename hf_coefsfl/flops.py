@@ -189,12 +189,14 @@ class CountedServer(ServerSide):
 
     counter: OperationCounter
     train_flops = 0
+    train_placeholder_flops = 0
 
     def train_step(self, smashed: SmashedData, batch: int) -> Tensor:
         """Count a training step."""
-        before = self.counter.flops["server"]
+        flops, placeholder_flops = self.counter.flops["server"], self.counter.placeholder_flops["server"]
         gradient = super().train_step(smashed, batch)
-        self.train_flops += self.counter.flops["server"] - before
+        self.train_flops += self.counter.flops["server"] - flops
+        self.train_placeholder_flops += self.counter.placeholder_flops["server"] - placeholder_flops
         return gradient
 
 

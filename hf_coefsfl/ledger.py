@@ -111,6 +111,12 @@ class Ledger:
             total.add(Meter(entry["up"], entry["down"], entry["transfers"]))
         return total
 
+    @property
+    def mib(self) -> float:
+        """Mebibytes of all kinds in both directions."""
+        total = self.total
+        return (sum(total.up.values()) + sum(total.down.values())) / 2**20
+
     def save(self, path: Path) -> None:
         """Write the ledger as JSON, whole or not at all."""
         partial = path.with_suffix(".partial")

@@ -94,7 +94,9 @@ class Task:
     def of(cls, model: Any, label_names: list[str]) -> Task:
         """Read the task off a transformers model (not wrapped by PEFT)."""
         config = model.config
-        loss_type = getattr(model, "loss_type", None) or "ForCausalLM"  # transformers' own default
+        loss_type = getattr(model, "loss_type", None)
+        if loss_type is None:  # a name like GPT2LMHeadModel, or a loss that transformers does not list
+            loss_type = "ForCausalLM" if "LMHead" in type(model).__name__ else type(model).__name__
         if not find_labels(type(model)):
             raise ValueError(
                 f"{type(model).__name__} has no head that computes a loss. Load the model with a head for the task, "
@@ -139,6 +141,15 @@ class Task:
                 f"Label {wrong[0].item()} of {owner} is outside 0..{self.num_labels - 1}: the model has num_labels="
                 f"{self.num_labels}. Load it with the number of classes of the dataset, or map the labels."
             )
+
+    def has_labels(self, batch: dict[str, Any]) -> bool:
+        """Tell whether any label of a batch enters the loss; the mean over none would be NaN."""
+        if self.loss_type == _SPANS or "labels" not in batch or not self.has_known_curvature:
+            return True
+        target = batch["labels"]
+        if self.shifts_labels:
+            target = target[:, 1:]
+        return bool((target != _IGNORED).any())
 
     def output_blocks(self, labels: dict[str, Tensor], length: int | None = None) -> list[OutputBlock]:
         """Return the outputs that enter the loss for these labels.

@@ -94,7 +94,7 @@ def dirichlet(
     _check_sizes(len(codes), num_clients, min_size)
     low, high = ALPHA_RANGE
     if not low <= alpha <= high:
-        raise ValueError(f"alpha must be between {low:g} and {high:g}, got {alpha}")
+        raise ValueError(f"dirichlet_alpha must be between {low:g} and {high:g}, got {alpha}")
     rng = _generator(seed, _DIRICHLET_STREAM)
     class_sizes = np.bincount(codes, minlength=len(classes))
 
@@ -109,8 +109,9 @@ def dirichlet(
     else:
         reached = "" if best is None else _describe_shortfall(best, min_size)
         raise ValueError(
-            f"none of {max_tries} draws of Dir({alpha:g}) gave each of {num_clients} clients min_size={min_size} "
-            f"of the {len(codes)} rows{reached}; use a larger alpha, fewer clients or a smaller min_size"
+            f"none of {max_tries} draws of Dir({alpha:g}) gave each of {num_clients} clients "
+            f"min_client_samples={min_size} of the {len(codes)} rows{reached}; use a larger dirichlet_alpha, fewer "
+            "clients or a smaller min_client_samples"
         )
 
     rows = rng.permutation(len(codes))
@@ -152,10 +153,10 @@ def make_partition(
         seed: equal seeds give equal partitions.
     """
     if scheme not in get_args(Scheme):
-        raise ValueError(f"scheme must be one of {list(get_args(Scheme))}, got {scheme!r}")
+        raise ValueError(f"partition must be one of {list(get_args(Scheme))}, got {scheme!r}")
     if scheme == "column":
         if column is None:
-            raise ValueError(f"scheme='column' needs column=..., one of {_column_names(dataset)}")
+            raise ValueError(f"partition='column' needs partition_column, one of {_column_names(dataset)}")
         partition = by_column(column_values(dataset, column))
         if num_clients not in (None, len(partition)):
             raise ValueError(
@@ -165,12 +166,13 @@ def make_partition(
         sizes = np.array(partition.sizes())
         if sizes.min() < min_size:
             raise ValueError(
-                f"column {column!r} leaves clients with fewer rows than min_size={min_size}"
-                f"{_describe_shortfall(sizes, min_size)}; filter them out of the dataset or use a smaller min_size"
+                f"column {column!r} leaves clients with fewer rows than min_client_samples={min_size}"
+                f"{_describe_shortfall(sizes, min_size)}; filter them out of the dataset or use a smaller "
+                "min_client_samples"
             )
         return partition
     if num_clients is None:
-        raise ValueError(f"scheme={scheme!r} needs num_clients")
+        raise ValueError(f"partition={scheme!r} needs num_clients")
     if scheme == "dirichlet":
         return dirichlet(column_values(dataset, column), num_clients, alpha, seed, min_size)
     _check_sizes(_length(dataset), num_clients, min_size)
@@ -315,7 +317,7 @@ def _scalars(values: Any, what: str) -> NDArray[Any]:
     if values.dtype.kind == "f" and (values != np.round(values)).any():
         raise ValueError(
             f"{what} are continuous (e.g. {values[values != np.round(values)][0]}): discrete values are needed, "
-            f"so bin them into a new column, or use scheme='iid'"
+            f"so bin them into a new column, or use partition='iid'"
         )
     return values
 
@@ -325,7 +327,7 @@ def _not_scalar(what: str, found: object) -> str:
     return (
         f"{what}: one discrete value per row is needed, got {text if len(text) <= 60 else text[:57] + '...'} "
         f"(the labels of token classification and question answering are like this): "
-        f"name another column, or use scheme='iid'"
+        f"name another column, or use partition='iid'"
     )
 
 
@@ -356,11 +358,11 @@ def _check_sizes(num_samples: int, num_clients: int, min_size: int) -> None:
     if num_clients < 1:
         raise ValueError(f"num_clients must be at least 1, got {num_clients}")
     if min_size < 1:
-        raise ValueError(f"min_size must be at least 1, got {min_size}")
+        raise ValueError(f"min_client_samples must be at least 1, got {min_size}")
     if num_clients * min_size > num_samples:
         raise ValueError(
             f"{num_samples} rows cannot give {num_clients} clients {min_size} each: use at most "
-            f"{num_samples // min_size} clients, or a smaller min_size"
+            f"{num_samples // min_size} clients, or a smaller min_client_samples"
         )
 
 

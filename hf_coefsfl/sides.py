@@ -153,7 +153,7 @@ class ClientSide(_Side):
         with self.setting.autocast():
             smashed: SmashedData = self.half(**inputs)
         self.observed.add("activations", smashed.activations.sum())  # NaN and infinity survive a sum
-        return replace(smashed, labels=labels)
+        return replace(smashed, labels={**smashed.labels, **labels})
 
 
 class ServerSide(_Side):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ from .rounds import derive_seed, preserved_random_state, sample_clients, set_ran
 from .sides import ClientSide, ServerSide, Setting
 from .split import SplitModel
 
+logger = logging.getLogger(__name__)
 Batches = list[dict[str, Any]]
 
 
@@ -125,7 +127,7 @@ class Simulation:
     def _client_batches(self, round_index: int, client: int) -> Batches:
         """Return the collated mini-batches of a client's round."""
         places = shuffled_batches(
-            self.args.seed,
+            self.args.seed if self.args.data_seed is None else self.args.data_seed,
             round_index,
             client,
             self.federation.sizes[client],
@@ -136,7 +138,19 @@ class Simulation:
         batches = [self.collate(self.federation.rows(client, batch)) for batch in places]
         for batch in batches:
             self.task.check_labels(batch, f"client {self.federation.name(client)}")
-        return batches
+        labelled = [batch for batch in batches if self.task.has_labels(batch)]
+        if not labelled:
+            raise ValueError(
+                f"Client {self.federation.name(client)} has no label that enters the loss: all are -100. Leave the "
+                "client out, or look at the truncation of its samples."
+            )
+        if len(labelled) < len(batches):
+            logger.warning(
+                "Client %s: %d batches without a label are left out.",
+                self.federation.name(client),
+                len(batches) - len(labelled),
+            )
+        return labelled
 
     def _is_probed(self, round_index: int) -> bool:
         since = round_index - self.args.warmup_rounds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, Trainer, set_seed
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from .adapters import default_lora, save_halves, trainable_sides
 from .config import SplitFedConfig
@@ -60,6 +61,7 @@ class SplitFedTrainer(Trainer):
         self,
         model: PreTrainedModel | PeftModel,
         args: SplitFedConfig,
+        *,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         data_collator: Any = None,
@@ -73,6 +75,11 @@ class SplitFedTrainer(Trainer):
             raise ValueError(f"args must be a SplitFedConfig, got {type(args).__name__}.")
         if not isinstance(model, (PreTrainedModel, PeftModel)):
             raise ValueError(f"model must be a PreTrainedModel or a PeftModel, got {type(model).__name__}.")
+        if type(self).compute_loss is not Trainer.compute_loss:
+            raise ValueError(
+                f"{type(self).__name__} overrides compute_loss, which training would not call: the loss is the model's "
+                "own, computed in the server half. Put it into the model's forward."
+            )
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         args.make_method().check_task(Task.of(base, []))  # before the model is touched
         if args.staleness_probe:
@@ -133,7 +140,14 @@ class SplitFedTrainer(Trainer):
             if not parameters:
                 raise ValueError(
                     f"Nothing is trained {side} the cut at block {self.args.cut} of {self.split.num_blocks}. Give both "
-                    "sides trainable parameters (LoRA on all blocks does), or move the cut."
+                    "sides trainable parameters (LoRA on all blocks does), move the cut, or load your adapter with "
+                    "is_trainable=True."
+                )
+            half = [name for name, parameter in parameters.items() if parameter.dtype == torch.float16]
+            if half:
+                raise ValueError(
+                    f"{len(half)} trained weights are float16 ({half[0]} ...), in which AdamW loses its way. Load the "
+                    "model with dtype=torch.float32, and set bf16=True for faster arithmetic where the device has it."
                 )
         shared = self.split.shared_trainable()
         if shared:
@@ -143,7 +157,7 @@ class SplitFedTrainer(Trainer):
             )
 
     def _make_simulation(self) -> Simulation | None:
-        """Drop the columns the model does not take, as `Trainer` does, and look at one sample."""
+        """Drop the columns the model does not take, as `Trainer` does, and look at a sample of each dataset."""
         if self.federation is None:
             return None
         collate = self.data_collator
@@ -151,7 +165,12 @@ class SplitFedTrainer(Trainer):
             self.federation = self.federation.map_datasets(lambda d: self._remove_unused_columns(d, "training"))
         else:
             collate = self._get_collator_with_removed_columns(self.data_collator, "training")
-        batch = collate(self.federation.rows(0, [0]))
+        # Clients that share a dataset share its columns.
+        for client in range(len(self.federation.datasets)):
+            self._check_sample(collate(self.federation.rows(client, [0])))
+        return Simulation(self.split, self.task, self.federation, collate, self.args, self.accelerator)
+
+    def _check_sample(self, batch: Any) -> None:
         missing = [name for name in self.label_names if name not in batch]
         if missing:
             raise ValueError(
@@ -164,9 +183,15 @@ class SplitFedTrainer(Trainer):
                 f"The training batches have no {needed!r}, only {', '.join(batch)}: the model needs it. Preprocess the "
                 f"dataset into a {needed!r} column, or have the collator make it."
             )
-        return Simulation(self.split, self.task, self.federation, collate, self.args, self.accelerator)
 
     # ---- What Trainer asks for ----
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Train for `args.num_rounds` rounds. Without a checkpoint to resume from, the ledger starts anew."""
+        self.ledger, self._reports = Ledger(), []
+        if self.simulation is not None:
+            self.simulation.staleness = []
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the loader of the rounds; each item is a round's index, the same in every process."""
@@ -211,7 +236,7 @@ class SplitFedTrainer(Trainer):
     ) -> torch.Tensor:
         """Run one communication round: local training of the sampled clients, then federated averaging."""
         assert self.simulation is not None and self.federation is not None
-        round_index = inputs["round"]
+        round_index = self.state.global_step  # not the loader's, which ignore_data_skip would start over
         progress = not self.args.disable_tqdm and self.is_local_process_zero()
         reports = self.simulation.run_round(round_index, self._get_learning_rate(), progress)
         self.ledger.add(round_index, {self.federation.name(client): report for client, report in reports.items()})
@@ -250,7 +275,7 @@ class SplitFedTrainer(Trainer):
             if self.simulation.staleness:
                 save_probe(self.simulation.staleness, folder / PROBE_NAME)
         # Trainer takes adapter folders inside a checkpoint for further adapters and would load those.
-        if not folder.name.startswith(PREFIX_CHECKPOINT_DIR):
+        if not re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", folder.name):
             save_halves(self.split, folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

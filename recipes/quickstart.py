@@ -146,7 +146,7 @@ def main() -> None:
         trainer.plot_partition(args.output_dir / "partition.png")
         columns = {"method": "", "accuracy": ".1%", "MiB": ".1f", "transfers": "", "seconds": ".1f"}
         print("\n" + format_table(rows, columns))
-        print("\nMiB and transfers are what crossed the cut; seconds are this machine's, with no network in between.")
+        print("\nMiB and transfers are what a network would carry; seconds are this machine's, without a network.")
         print(f"Accuracy over rounds and over MiB: {args.output_dir / 'accuracy.png'}")
         print(f"Which client holds which digits:   {args.output_dir / 'partition.png'}")
         print(f"Adapters, one folder a method:     {args.output_dir / '<method>'} (on the model in {base_dir})")

@@ -1,13 +1,23 @@
 """Bad input is refused before any training, with what was got, what is allowed and what to do."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import DatasetDict
 from federated import config, images, texts, tiny_bert, tiny_vit, trainer
-from peft import LoraConfig, get_peft_model
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, HfArgumentParser, TrainingArguments
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    BertConfig,
+    BertForTokenClassification,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    HfArgumentParser,
+    TrainingArguments,
+)
 
 from hf_coefsfl import SplitFedConfig, SplitFedTrainer
 
@@ -15,7 +25,7 @@ from hf_coefsfl import SplitFedConfig, SplitFedTrainer
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "fedavg"}, r"Unknown method 'fedavg'\. Choose one of: coef_d, coef_j"),
+        ({"method": "fedavg"}, r"Unknown method 'fedavg'\. Choose one of: acc_sfl, coef_d, coef_j"),
         ({"method_kwargs": {"projections": 2}}, r"no option 'projections'.*num_projections \(default 1\)"),
         ({"method": "coef_d", "method_kwargs": {"compensation_factor": "x"}}, r"must be float, got 'x'"),
         ({"cut": 0}, r"cut=0 must be a whole number of at least 1"),
@@ -69,7 +79,7 @@ def test_more_clients_than_rows(tmp_path: Path) -> None:
 
 
 def test_impossible_dirichlet(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="larger alpha, fewer clients or a smaller min_size"):
+    with pytest.raises(ValueError, match="larger dirichlet_alpha, fewer clients or a smaller min_client_samples"):
         trainer(tmp_path, partition="dirichlet", dirichlet_alpha=0.01, num_clients=30)
 
 
@@ -79,6 +89,63 @@ def test_client_without_data(tmp_path: Path, drop_last: bool) -> None:
     message = "1 of 2 clients have fewer than the 4 samples" if drop_last else "1 of 2 clients have no data: b"
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, data={"a": images(8), "b": small}, num_clients=None, dataloader_drop_last=drop_last)
+
+
+def test_splits_are_no_clients(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="DatasetDict of the splits 'train', 'test', which are no clients"):
+        trainer(tmp_path, data=DatasetDict(train=images(8), test=images(8)), num_clients=None)
+
+
+def test_every_client_is_looked_at(tmp_path: Path) -> None:
+    for column, message in (("labels", "no labels, only"), ("pixel_values", "no 'pixel_values', only")):
+        with pytest.raises(ValueError, match=message):
+            trainer(tmp_path, data=[images(8), images(8).remove_columns(column)], num_clients=None)
+
+
+def test_half_precision_weights(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"trained weights are float16.*dtype=torch\.float32"):
+        trainer(tmp_path, tiny_vit().half())
+
+
+def test_a_loss_of_ones_own(tmp_path: Path) -> None:
+    class Weighted(SplitFedTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError
+
+    with pytest.raises(ValueError, match="Weighted overrides compute_loss, which training would not call"):
+        Weighted(tiny_vit(), config(tmp_path), train_dataset=images())
+
+
+def test_frozen_adapter(tmp_path: Path) -> None:
+    run = trainer(tmp_path, num_rounds=1)
+    run.save_model()
+    with pytest.raises(ValueError, match="is_trainable=True"):
+        trainer(tmp_path / "again", PeftModel.from_pretrained(tiny_vit(), tmp_path))
+
+
+def test_warmup_that_covers_everything_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config(tmp_path, warmup_rounds=4)
+    assert "only vanilla SFL will run, not coef_j" in caplog.text
+    caplog.clear()
+    config(tmp_path, warmup_rounds=4, method="vanilla")
+    assert not caplog.text
+
+
+def test_labels_that_are_all_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    none = {"labels": [-100] * 8}
+    some = {"labels": [1, 2, *[-100] * 6]}
+    tokens = texts(8).remove_columns("labels")
+    blank = tokens.map(lambda row: none).with_format("torch")
+    mixed = tokens.map(lambda row, i: none if i < 4 else some, with_indices=True).with_format("torch")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
+    changes: dict[str, Any] = {"num_clients": None, "participation": 1.0, "eval_dataset": None, "num_rounds": 2}
+    model = BertForTokenClassification(BertConfig(vocab_size=40, **sizes, num_labels=3))
+    run = trainer(tmp_path, copy.deepcopy(model), [mixed], per_device_train_batch_size=1, **changes)
+    run.train()
+    assert "4 batches without a label are left out" in caplog.text
+    with pytest.raises(ValueError, match="no label that enters the loss: all are -100"):
+        trainer(tmp_path, model, [blank], **changes).train()
 
 
 def test_client_count_against_the_data(tmp_path: Path) -> None:

@@ -16,6 +16,11 @@ def code_blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
 
 
+def test_no_placeholder_is_left() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    assert not [page.name for page in pages if re.search(r"@[A-Z]+@", page.read_text())]
+
+
 def test_the_method_of_the_page_is_short_and_trains(tmp_path: Path) -> None:
     source = code_blocks("docs/adding_a_method.md")[0]
     assert len([line for line in source.splitlines() if line.strip()]) < 20

@@ -204,7 +204,7 @@ def test_images_are_not_decoded():
         (hf_dataset(text=["a"], x=[1]), "speaker", r"no column 'speaker'; it has \['text', 'x'\]"),
         ([{"text": "a"}], "speaker", r"no column 'speaker'; it has \['text'\]"),
         (hf_dataset(text=["a"], x=[1]), None, r"no label column \(labels or label\).*one of \['text', 'x'\]"),
-        (hf_dataset(labels=[[0, 1], [1]]), None, r"column 'labels': one discrete value per row.*scheme='iid'"),
+        (hf_dataset(labels=[[0, 1], [1]]), None, r"column 'labels': one discrete value per row.*partition='iid'"),
         (hf_dataset(answers=[{"start": 1}]), "answers", "column 'answers': one discrete value per row"),
         ([{"labels": [0, 1]}, {"labels": [1]}], None, "column 'labels': one discrete value per row"),
         ([{"labels": torch.tensor([0, 1])}], None, "column 'labels': one discrete value per row"),
@@ -253,7 +253,7 @@ def test_labels_that_are_no_classes_are_refused(labels, message):
         ({"alpha": float("nan")}, "alpha must be between .* got nan"),
         ({"alpha": float("inf")}, "alpha must be between"),
         ({"num_clients": 0}, "num_clients must be at least 1, got 0"),
-        ({"min_size": 0}, "min_size must be at least 1, got 0"),
+        ({"min_size": 0}, "min_client_samples must be at least 1, got 0"),
         ({"seed": -1}, "seed must not be negative, got -1"),
         ({"num_clients": 10, "min_size": 1001}, "10000 rows cannot give 10 clients 1001 each: use at most 9 clients"),
     ],
@@ -266,9 +266,9 @@ def test_dirichlet_refuses_at_once(change, message):
 
 def test_dirichlet_says_how_far_it_came():
     message = (
-        r"none of 20 draws of Dir\(0.01\) gave each of 50 clients min_size=10 of the 10000 rows "
+        r"none of 20 draws of Dir\(0.01\) gave each of 50 clients min_client_samples=10 of the 10000 rows "
         r"\(\d+ of 50 clients fell short, sizes were 0 to \d+\); "
-        r"use a larger alpha, fewer clients or a smaller min_size"
+        r"use a larger dirichlet_alpha, fewer clients or a smaller min_client_samples"
     )
     with pytest.raises(ValueError, match=message):
         dirichlet(LABELS, 50, 0.01, 0, min_size=10, max_tries=20)
@@ -307,18 +307,18 @@ def test_make_partition_picks_the_scheme():
     ("arguments", "message"),
     [
         ({"scheme": "shards"}, r"one of \['iid', 'dirichlet', 'column'\], got 'shards'"),
-        ({"scheme": "iid"}, "scheme='iid' needs num_clients"),
-        ({"scheme": "dirichlet"}, "scheme='dirichlet' needs num_clients"),
+        ({"scheme": "iid"}, "partition='iid' needs num_clients"),
+        ({"scheme": "dirichlet"}, "partition='dirichlet' needs num_clients"),
         ({"scheme": "iid", "num_clients": 5}, "4 rows cannot give 5 clients 1 each"),
         ({"scheme": "iid", "num_clients": 2, "min_size": 3}, "4 rows cannot give 2 clients 3 each"),
-        ({"scheme": "column"}, r"needs column=..., one of \['label', 'writer'\]"),
+        ({"scheme": "column"}, r"needs partition_column, one of \['label', 'writer'\]"),
         (
             {"scheme": "column", "column": "writer", "num_clients": 7},
             "num_clients=7, but column 'writer' has 2 distinct values",
         ),
         (
             {"scheme": "column", "column": "writer", "min_size": 2},
-            r"fewer rows than min_size=2 \(1 of 2 clients fell short, sizes were 1 to 3\)",
+            r"fewer rows than min_client_samples=2 \(1 of 2 clients fell short, sizes were 1 to 3\)",
         ),
     ],
 )

@@ -146,6 +146,29 @@ def test_resume_true_takes_the_last_checkpoint(tmp_path: Path) -> None:
     assert second.state.global_step == 4 and same(weights(whole), weights(second))
 
 
+def test_resume_that_does_not_skip_data_goes_on_with_the_next_round(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "num_rounds": 4}
+    whole = trainer(tmp_path / "a", **changes)
+    whole.train()
+    resumed = trainer(tmp_path / "b", ignore_data_skip=True, **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert same(weights(whole), weights(resumed))
+
+
+def test_a_second_training_starts_a_new_ledger(tmp_path: Path) -> None:
+    run = trainer(tmp_path, num_rounds=2)
+    run.train()
+    first = len(run.ledger.entries)
+    run.train()
+    assert len(run.ledger.entries) == first == 2 * 3
+
+
+def test_a_folder_called_checkpoints_gets_the_halves(tmp_path: Path) -> None:
+    run = trainer(tmp_path / "checkpoints", num_rounds=1)
+    run.save_model()
+    assert (tmp_path / "checkpoints" / "client" / "adapter_model.safetensors").is_file()
+
+
 def test_equal_seeds_equal_runs_and_others_differ(tmp_path: Path) -> None:
     runs = []
     for i, seed in enumerate((1, 1, 2)):

@@ -16,6 +16,8 @@ from .reuse import GradientReuse
 
 GROWTH = 1.5  # how fast the softmax curvature can grow with the predicted output change D
 
+MAX_EXACT = 1024  # outputs per sample up to which `exact` makes sense
+
 
 @dataclass
 class CoeFJ(GradientReuse):
@@ -76,6 +78,11 @@ class CoeFJ(GradientReuse):
             )
             return [v * mask for v in signs]
         outputs = logits[0].numel()
+        if outputs > MAX_EXACT:
+            raise ValueError(
+                f"exact=True would send a projection for each of {outputs} outputs of a sample (at most {MAX_EXACT}). "
+                "Use num_projections instead."
+            )
         units = torch.eye(outputs, dtype=logits.dtype, device=logits.device) * outputs**0.5
         return [unit.view_as(logits[0]).expand_as(logits) * mask for unit in units]
 

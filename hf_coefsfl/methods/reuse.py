@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from ..links import ClientLink
@@ -58,6 +59,7 @@ def _observe(client: ClientSide, stale: Tensor, compensated: Tensor, displacemen
     stale, compensated, displacement = stale.float(), compensated.float(), displacement.float()
     correction = compensated - stale
     client.observed.add("displacement_norm", displacement.flatten(1).norm(dim=1).mean())
-    client.observed.add("correction_ratio", correction.norm() / stale.norm().clamp(min=1e-30))
+    ratio = correction.norm() / stale.norm()
+    client.observed.add("correction_ratio", torch.where(stale.norm() > 0, ratio, torch.zeros_like(ratio)))
     # F̂(δ) − L(s₀) = ⟨g₀, δ⟩ + ½ ⟨B̂δ, δ⟩: the loss whose gradient the client descends.
     client.observed.add("loss_change", (displacement * (stale + correction / 2)).sum())
