@@ -26,8 +26,9 @@ class SplitFedConfig(TrainingArguments):
     A Trainer step is one communication round, so `logging_steps`, `eval_steps` and `save_steps` count rounds, and
     `max_steps` is `num_rounds`. The defaults are those of the paper. These differ from `TrainingArguments`:
     `per_device_train_batch_size` 32, `learning_rate` 5e-4 (of the local updates), `lr_scheduler_type` "constant",
-    `max_grad_norm` 0 (no clipping), `logging_steps` 1, `save_steps` 10, `report_to` "none". `weight_decay` (0) applies
-    to all trained parameters of both sides; `data_seed`, where given, governs the partition and the batches.
+    `max_grad_norm` 0 (no clipping), `logging_steps` 1, `save_steps` 10, `report_to` "none", `hub_strategy`
+    "end". `weight_decay` (0) applies to all trained parameters of both sides; `data_seed`, where given, governs the
+    partition and the batches.
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "method_kwargs"]
@@ -94,6 +95,11 @@ class SplitFedConfig(TrainingArguments):
     save_steps: float = field(default=10, metadata={"help": "Rounds between checkpoints."})
     report_to: None | str | list[str] = field(  # noqa: RUF036 - the order that HfArgumentParser understands
         default="none", metadata={"help": "Where logs are reported to."}
+    )
+
+    hub_strategy: str = field(
+        default="end",
+        metadata={"help": "When push_to_hub uploads; Trainer's uploads during training lack the two halves."},
     )
 
     def __post_init__(self) -> None:
