@@ -13,17 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftModel, get_peft_model
-from transformers import (
-    PreTrainedModel,
-    RobertaConfig,
-    RobertaForSequenceClassification,
-    ViTConfig,
-    ViTForImageClassification,
-)
 from transformers.utils import logging
 
 from hf_coefsfl import split_model
 from hf_coefsfl.adapters import default_lora
+from hf_coefsfl.backbones import build_model, default_cut
 from hf_coefsfl.report import format_table
 
 # Reads how much of a fresh process's memory a half takes: resident size after loading it, less before.
@@ -40,17 +34,7 @@ print(resident() - before)
 """
 
 
-def vit_tiny() -> PreTrainedModel:
-    sizes = {"hidden_size": 192, "num_hidden_layers": 12, "num_attention_heads": 3, "intermediate_size": 768}
-    return ViTForImageClassification(ViTConfig(**sizes, num_labels=100))
-
-
-def distilroberta() -> PreTrainedModel:
-    vocabulary = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
-    return RobertaForSequenceClassification(RobertaConfig(**vocabulary, num_hidden_layers=6, num_labels=3))
-
-
-MODELS = {"ViT-Tiny": (vit_tiny, 4), "DistilRoBERTa": (distilroberta, 2)}
+NUM_LABELS = {"vit-tiny": 100, "distilroberta": 3}
 
 
 def loaded_memory(folder: Path, side: str) -> float | None:
@@ -94,9 +78,9 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     logging.disable_progress_bar()
     rows = []
-    for name, (build, cut) in MODELS.items():
-        base = build()
-        rows += rows_of(name, get_peft_model(base, default_lora(base, head="frozen")), cut)
+    for name, num_labels in NUM_LABELS.items():
+        base = build_model(name, num_labels)
+        rows += rows_of(name, get_peft_model(base, default_lora(base, head="frozen")), default_cut(name))
     numbers = {"parameters": ",", "trainable": ",", "MiB": ".1f", "loaded alone, MiB": ".1f"}
     print(format_table(rows, {"model": "", "part": ""} | numbers))
 

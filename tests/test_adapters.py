@@ -16,40 +16,22 @@ from transformers import (
     LlamaConfig,
     RobertaConfig,
     RobertaForQuestionAnswering,
-    RobertaForSequenceClassification,
     TimmWrapperConfig,
     TimmWrapperForImageClassification,
-    ViTConfig,
     ViTForImageClassification,
 )
 
 from hf_coefsfl import load_client, load_server, split_model
 from hf_coefsfl.adapters import count, default_lora, find_head, load_adapter, trainable_sides
-
-
-def vit_tiny(num_labels: int = 100) -> ViTForImageClassification:
-    return ViTForImageClassification(
-        ViTConfig(
-            hidden_size=192, num_hidden_layers=12, num_attention_heads=3, intermediate_size=768, num_labels=num_labels
-        )
-    )
-
-
-def distilroberta() -> RobertaForSequenceClassification:
-    return RobertaForSequenceClassification(
-        RobertaConfig(
-            vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, num_hidden_layers=6, num_labels=3
-        )
-    )
+from hf_coefsfl.backbones import build_model
 
 
 @pytest.mark.parametrize(
-    ("build", "cut", "per_block", "client"),
-    [(vit_tiny, 4, 13_824, 55_296), (distilroberta, 2, 55_296, 110_592)],
-    ids=["vit-tiny", "distilroberta"],
+    ("name", "cut", "per_block", "client"),
+    [("vit-tiny", 4, 13_824, 55_296), ("distilroberta", 2, 55_296, 110_592)],
 )
-def test_counts_of_the_paper(build: Any, cut: int, per_block: int, client: int) -> None:
-    base = build()
+def test_counts_of_the_paper(name: str, cut: int, per_block: int, client: int) -> None:
+    base = build_model(name, num_labels=3)
     model = get_peft_model(base, default_lora(base, head="frozen"))
     split = split_model(model, cut)
     ours, theirs = trainable_sides(split)
@@ -61,7 +43,7 @@ def test_counts_of_the_paper(build: Any, cut: int, per_block: int, client: int) 
 def test_heads_of_vit_tiny() -> None:
     sizes = {}
     for head in ("full", "lora", "frozen"):
-        base = vit_tiny()
+        base = build_model("vit-tiny", num_labels=100)
         _, server = trainable_sides(split_model(get_peft_model(base, default_lora(base, head=head)), 4))
         sizes[head] = count(server) - 8 * 13_824
     assert sizes == {"full": 192 * 100 + 100, "lora": 4 * (192 + 100), "frozen": 0}
