@@ -23,7 +23,8 @@ MAX_EXACT = 1024  # outputs per sample up to which `exact` makes sense
 class CoeFJ(GradientReuse):
     """g̃ = g₀ + M P̂ δ with P̂ = R⁻¹ Σᵣ uᵣ uᵣᵀ and uᵣ = Jᵀ vᵣ for random signs vᵣ over the outputs.
 
-    The sensitivity P = JᵀJ is per sample. By default M is the per-sample Mᵢ of `sample_bound`;
+    The sensitivity P = JᵀJ is per sample. By default M is the per-sample Mᵢ = w min(1/2, m + 1.5 D, √2/D) of
+    `sample_bound`, with D² = mean of ⟨uᵣ, δ⟩² and the softmax curvature m at s₀, which is sent along;
     `curvature_bound` sets a constant instead (1/2 for the softmax is the bound of Proposition 2).
     `exact=True` sends one projection per output, so that P̂ = P: for few classes, and for tests.
     """
