@@ -13,6 +13,8 @@ from transformers import BertConfig, BertForSequenceClassification, ViTConfig, V
 from hf_coefsfl import SplitFedConfig, SplitFedTrainer
 
 CLASSES = 3
+# Options that make the expensive methods quick; what they compute is tested elsewhere.
+FEWER_PASSES = {"hutchinson": {"num_probes": 2}, "ggn": {"rank": 2, "num_iterations": 3}}
 
 
 def tiny_vit(dropout: float = 0.1, seed: int = 0, **kwargs: Any) -> ViTForImageClassification:
@@ -72,7 +74,9 @@ def config(folder: Path | str, **changes: Any) -> SplitFedConfig:
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    return SplitFedConfig(output_dir=str(folder), **(settings | changes))
+    settings |= changes
+    settings.setdefault("method_kwargs", FEWER_PASSES.get(settings["method"]))
+    return SplitFedConfig(output_dir=str(folder), **settings)
 
 
 def trainer(folder: Path | str, model: Any = None, data: Any = None, **changes: Any) -> SplitFedTrainer:
