@@ -42,7 +42,11 @@ class SplitFedConfig(TrainingArguments):
 
     staleness_probe: int = field(
         default=0,
-        metadata={"help": "Measure the staleness of gradients every so many rounds (True: every round; 0: never)."},
+        metadata={"help": "Measure the staleness of gradients every so many rounds (1: every round; 0: never)."},
+    )
+
+    count_flops: bool = field(
+        default=False, metadata={"help": "Count the operations of both sides on one client a round, and log them."}
     )
 
     # --- Split ---

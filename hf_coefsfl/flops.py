@@ -30,6 +30,14 @@ _PRODUCTS: dict[Any, Callable[..., tuple[int, ...]]] = {
 }
 
 
+def _grouped_mm_flop(a: Tensor, b: Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """Operations of the experts' products, which torch's registry lacks: each row of a meets one matrix."""
+    return 2 * a.numel() * b.shape[-1] if a.ndim == 2 else 2 * a.shape[0] * a.shape[1] * a.shape[2] * b.shape[-1]
+
+
+_FORMULAS = {**flop_registry, _aten._grouped_mm: _grouped_mm_flop}
+
+
 class OperationCounter(TorchDispatchMode):
     """Counts the operations that run inside it, two for each multiply-add, by the side they run on.
 
@@ -60,7 +68,7 @@ class OperationCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.side == "client":
             self._note_weights(args)
-        formula = flop_registry.get(func._overloadpacket)
+        formula = _FORMULAS.get(func._overloadpacket)
         if formula is None:
             if torch.is_inference_mode_enabled():  # there, operations made of others arrive whole
                 with self:

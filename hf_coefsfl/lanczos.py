@@ -18,7 +18,7 @@ def leading_eigenpairs(
     subspace) the remaining pairs are zero.
     """
     num_iterations = min(num_iterations, start.shape[1])
-    q = torch.nn.functional.normalize(start, dim=1)
+    q = torch.nn.functional.normalize(start, dim=1)  # in the dtype of `start`: no half precision, eigh has none
     basis, alphas, betas = [q], [], []
     for _ in range(num_iterations):
         w = matvec(basis[-1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -79,13 +79,13 @@ class LocalLink:
         with self._clock():
             self.method.update(self.client, messages, batches)
 
-    def federate(self, weights: dict[str, Tensor]) -> None:
+    def federate(self, adapters: Mapping[str, Tensor], auxiliary: Mapping[str, Tensor]) -> None:
         """Meter the weights of federated averaging: down before the round, up after it.
 
         They are no transfers of the exchange across the cut, and the paper's table leaves them out.
         """
         for direction in (self.meter.down, self.meter.up):
-            self.meter.count(direction, [Parameters(adapters=weights)])
+            self.meter.count(direction, [Parameters(dict(adapters), dict(auxiliary))])
 
     @contextmanager
     def _clock(self) -> Iterator[None]:

@@ -125,9 +125,9 @@ class Task:
         """Refuse a loss whose curvature is not known."""
         if not self.has_known_curvature:
             raise ValueError(
-                f"The curvature of a {self.loss_type} loss is not known. CoeF-J works for sequence, token, image and "
-                "audio classification, extractive question answering and language modelling; use another method for "
-                "this model."
+                f"The curvature of a {self.loss_type} loss is not known. CoeF-J and GGN work for classification of "
+                "sequences, tokens, images and audio, extractive question answering and language modelling; use "
+                "another method for this model."
             )
 
     def check_labels(self, batch: dict[str, Any], owner: str) -> None:

@@ -134,22 +134,37 @@ def plot_probe(points: Sequence[ProbePoint], path: str | PathLike[str]) -> None:
     grouped = [[point for point in points if point.update == update] for update in updates]
 
     def mean(name: str) -> list[float]:
-        return [sum(getattr(point, name) for point in group) / len(group) for group in grouped]
+        values = [[float(v) for point in group if (v := getattr(point, name)) is not None] for group in grouped]
+        return [sum(group) / len(group) if group else float("nan") for group in values]
 
-    figure = Figure(figsize=(10, 3.2), dpi=150, layout="constrained")
-    cosine, error, displacement = figure.subplots(1, 3)
-    for axes, name in ((cosine, "cosine"), (error, "error")):
-        axes.plot(updates, mean(f"stale_{name}"), "X--", color="#d55e00", label="stale g₀", markersize=4)
-        axes.plot(updates, mean(f"compensated_{name}"), "o-", color="#0072b2", label="compensated g̃", markersize=4)
-    cosine.set_title("cosine with the fresh gradient", fontsize=10)
-    error.set_title("relative error against it", fontsize=10)
-    error.set_ylim(bottom=0)
-    cosine.legend(frameon=False, fontsize=9)
-    displacement.plot(updates, mean("displacement"), "s-", color="#009e73", markersize=4)
-    displacement.set_title("displacement ‖δ‖", fontsize=10)
-    displacement.set_ylim(bottom=0)
-    for axes in (cosine, error, displacement):
+    stale, compensated = {"color": "#d55e00", "ls": "--", "marker": "X"}, {"color": "#0072b2", "marker": "o"}
+    other = {"color": "#009e73", "marker": "s"}
+    panels: list[tuple[str, list[tuple[str, str | None, dict[str, str]]]]] = [
+        (
+            "cosine with the fresh gradient",
+            [("stale_cosine", "stale g₀", stale), ("compensated_cosine", "compensated g̃", compensated)],
+        ),
+        ("relative error against it", [("stale_error", None, stale), ("compensated_error", None, compensated)]),
+        ("displacement ‖δ‖", [("displacement", None, other)]),
+        ("best λ of CoeF-D, median", [("best_lambda", None, other)]),
+        (
+            "share",
+            [
+                ("helped_share", "samples with λ < 2λ*", other),
+                ("surrogate_above", "surrogate not below the loss", {"color": "#cc79a7", "ls": ":", "marker": "D"}),
+            ],
+        ),
+    ]
+    figure = Figure(figsize=(15, 3.2), dpi=130, layout="constrained")
+    for axes, (title, lines) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        for name, label, style in lines:
+            axes.plot(updates, mean(name), label=label, markersize=4, **style)
+        axes.set_title(title, fontsize=10)
         axes.set_xlabel("local update of the round")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
+        if any(label for _, label, _ in lines):
+            axes.legend(frameon=False, fontsize=8)
+        if title == "share":
+            axes.set_ylim(-0.05, 1.35)
     figure.savefig(path)

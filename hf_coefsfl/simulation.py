@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable
@@ -15,8 +16,10 @@ from transformers import Trainer
 
 from .adapters import trainable_sides
 from .config import SplitFedConfig
+from .double_backward import differentiable_attention
 from .fedavg import federated_average, flatten, unflatten_
 from .federation import Federation
+from .flops import CountedLink, OperationCounter
 from .ledger import ClientReport, gather_reports
 from .links import LocalLink, synchronize
 from .methods import GradientReuse, Method, make_method
@@ -47,9 +50,14 @@ class Simulation:
         self.collate, self.args, self.accelerator = collate, args, accelerator
         self.client_parameters, self.server_parameters = trainable_sides(split)
         self.warmup, self.method = make_method("vanilla"), args.make_method()
-        self.method.setup(split, task, args.seed, first_round=args.warmup_rounds)
+        self.set_up_method()
         self.update_norm = 0.0  # of the last round's average
         self.staleness: list[ProbePoint] = []  # what `args.staleness_probe` measured
+        self.gflops: dict[str, float] = {}  # of each side and sample in the last round, if `args.count_flops`
+
+    def set_up_method(self) -> None:
+        """Give the method the state it starts with."""
+        self.method.setup(self.split, self.task, self.args.seed, first_round=self.args.warmup_rounds)
 
     def run_round(self, round_index: int, learning_rate: float, progress: bool = False) -> dict[int, ClientReport]:
         """Train the sampled clients from the global weights, average, and return their reports in client order."""
@@ -69,6 +77,9 @@ class Simulation:
                 if client == clients[0] and self._is_probed(round_index):
                     unflatten_(parameters, initial)
                     self._probe(round_index, client, batches, learning_rate)
+                if client == clients[0] and self.args.count_flops:
+                    unflatten_(parameters, initial)
+                    self._count_operations(round_index, client, batches, learning_rate)
         unflatten_(parameters, initial)  # they stay if a client failed
         for parameter in parameters:
             parameter.grad = None
@@ -117,7 +128,7 @@ class Simulation:
         link = LocalLink(method, client_side)
         start = time.perf_counter()
         method.round(link, server_side)
-        link.federate({**self.client_parameters, **method.federated()})
+        link.federate(self.client_parameters, method.federated())
         for side in (client_side, server_side):
             side.finish()
         synchronize(self.args.device)
@@ -160,6 +171,16 @@ class Simulation:
         """Measure the staleness of one client's round; the caller gives the weights back."""
         assert isinstance(self.method, GradientReuse)
         self.staleness += probe_staleness(self.method, *self._sides(round_index, client, batches, learning_rate))
+
+    def _count_operations(self, round_index: int, client: int, batches: Batches, learning_rate: float) -> None:
+        """Repeat one client's round under a counter; the caller gives the weights back."""
+        method = copy.deepcopy(self.round_method(round_index))  # what it keeps is none of the run's
+        client_side, server_side = self._sides(round_index, client, batches, learning_rate)
+        counter = OperationCounter()
+        with differentiable_attention(), counter:  # a fused attention would not be seen
+            method.round(CountedLink(method, client_side, counter), server_side)
+        samples = self.federation.sizes[client]
+        self.gflops = {f"{side}_gflops": flops / 1e9 / samples for side, flops in counter.flops.items()}
 
     def _set_mode(self) -> None:
         """Put the halves in training mode, with batch statistics frozen and dropout as the config says."""

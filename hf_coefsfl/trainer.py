@@ -20,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from .adapters import default_lora, save_halves, trainable_sides
 from .config import SplitFedConfig
 from .federation import Federation
-from .ledger import SUMMED, Ledger, summarize
+from .ledger import SUMMED, ClientReport, Ledger, summarize
 from .outputs import Task
 from .probe import check_probe, load_probe, plot_probe, save_probe, summarize_probe
 from .rounds import num_sampled
@@ -242,7 +242,7 @@ class SplitFedTrainer(Trainer):
         self.ledger.add(round_index, {self.federation.name(client): report for client, report in reports.items()})
         summary = summarize(reports)
         probed = [point for point in self.simulation.staleness if point.round == round_index + 1]
-        self._reports.append(summary | (summarize_probe(probed) if probed else {}))
+        self._reports.append(summary | (summarize_probe(probed) if probed else {}) | self._counted(reports))
         if self.args.should_save:
             folder = Path(self.args.output_dir or "")
             self.ledger.save(folder / LEDGER_NAME)
@@ -250,6 +250,13 @@ class SplitFedTrainer(Trainer):
                 save_probe(self.simulation.staleness, folder / PROBE_NAME)
                 plot_probe(self.simulation.staleness, (folder / PROBE_NAME).with_suffix(".png"))
         return torch.tensor(summary["server_loss"], device=self.args.device)
+
+    def _counted(self, reports: dict[int, ClientReport]) -> dict[str, float]:
+        """Return the GFLOPs of each side, per sample as counted on one client, and for all samples of the round."""
+        assert self.simulation is not None
+        samples = sum(report.num_samples for report in reports.values())
+        gflops = self.simulation.gflops
+        return gflops | {f"{name}_per_round": value * samples for name, value in gflops.items()}
 
     # ---- Logs and files ----
 
@@ -270,6 +277,7 @@ class SplitFedTrainer(Trainer):
         self.ledger.save(folder / LEDGER_NAME)
         if self.simulation is not None:
             state = self.simulation.method.state_dict()
+            (folder / STATE_NAME).unlink(missing_ok=True)
             if state:
                 save_file({name: t.detach().contiguous().cpu() for name, t in state.items()}, folder / STATE_NAME)
             if self.simulation.staleness:
@@ -287,8 +295,14 @@ class SplitFedTrainer(Trainer):
         if self.simulation is not None:
             probe, state = (Path(resume_from_checkpoint) / name for name in (PROBE_NAME, STATE_NAME))
             self.simulation.staleness = load_probe(probe) if probe.exists() else []
+            self.simulation.set_up_method()
             if state.exists():
                 self.simulation.method.load_state_dict(load_file(state, device=str(self.args.device)))
+            elif self.simulation.method.state_dict():
+                raise ValueError(
+                    f"{resume_from_checkpoint} holds no {STATE_NAME}, which method={self.args.method!r} needs: it is "
+                    "incomplete or of another method. Resume with the method it was made with."
+                )
 
     def _load_best_model(self) -> None:
         if isinstance(self.model, PeftModel):

@@ -213,11 +213,13 @@ def test_acc_sfl_bytes(tmp_path: Path) -> None:
     """3 clients x 12 samples x (1 + 4) tokens x 16 floats up; the head of 16 x 3 + 3 beside the adapters."""
     run = trainer(tmp_path, method="acc_sfl", warmup_rounds=0, num_rounds=1)
     run.train()
-    adapters = 3 * 4 * (sum(p.numel() for p in run.client_parameters.values()) + 16 * 3 + 3)
+    adapters = 3 * 4 * sum(p.numel() for p in run.client_parameters.values())
+    heads = 3 * 4 * (16 * 3 + 3)
     total = run.ledger.total
     assert total.transfers == 3
-    assert total.up == {"smashed_data": 3 * 12 * 5 * 16 * 4, "extras": 36 * 8, "adapters": adapters}
-    assert total.down == {"adapters": adapters}
+    down = {"adapters": adapters, "auxiliary_models": heads}
+    assert total.up == {"smashed_data": 3 * 12 * 5 * 16 * 4, "extras": 36 * 8, **down}
+    assert total.down == down
     (entry,) = rounds(run)
     assert entry["client_loss"] != entry["server_loss"] and entry["client_loss"] > 0
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from federated import tiny_vit
+from transformers import AlbertConfig, T5Config
 
 from hf_coefsfl import METHODS, __version__
 from hf_coefsfl.cli import main
@@ -114,8 +115,25 @@ def test_a_method_that_cannot_train_the_model_is_left_out(folder: str, capsys: p
     assert main([*command]) == 0
     captured = capsys.readouterr()
     assert "gas" not in {row["method"] for row in json.loads(captured.out)}
-    assert "gas is left out: GAS generates" in captured.err
+    assert "gas at cut 2 is left out: GAS generates" in captured.err
     assert "GAS generates" in refused(capsys, *command, "--methods", "gas")
+
+
+def test_models_that_nothing_can_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One error with exit code 2, not an empty table or one line for each method."""
+    start = {"decoder_start_token_id": 0, "eos_token_id": 1}
+    T5Config(vocab_size=40, d_model=16, d_ff=32, d_kv=8, num_layers=3, num_heads=2, **start).save_pretrained(
+        tmp_path / "t5"
+    )
+    command = ["cost", "--model", str(tmp_path / "t5"), "--task", "sequence-classification", "--cut", "1"]
+    assert "cannot be cut after block 1" in refused(capsys, *command)
+    sizes = {"embedding_size": 8, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    AlbertConfig(vocab_size=40, **sizes).save_pretrained(tmp_path / "albert")
+    for cut in ("1", "all"):
+        line = refused(
+            capsys, "cost", "--model", str(tmp_path / "albert"), "--task", "sequence-classification", "--cut", cut
+        )
+        assert "block" in line
 
 
 def test_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

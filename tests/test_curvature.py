@@ -1,5 +1,7 @@
 """GGN, Hutchinson and Lanczos against dense matrices."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from federated import trainer, weights
@@ -171,7 +173,7 @@ def test_down_link(method: str, factor: int) -> None:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_ggn_through_a_real_model(tmp_path, attention: str) -> None:  # type: ignore[no-untyped-def]
+def test_ggn_through_a_real_model(tmp_path: Path, attention: str) -> None:
     """sdpa's fused kernel has no second derivative: the method must not use it."""
     from federated import tiny_vit
 
@@ -179,6 +181,42 @@ def test_ggn_through_a_real_model(tmp_path, attention: str) -> None:  # type: ig
     run = trainer(tmp_path, model, method="ggn", num_rounds=2)
     run.train()
     assert all(t.isfinite().all() for t in weights(run).values())
+    assert run.state.log_history[1]["correction_ratio"] > 0
+
+
+def test_ggn_with_gradient_checkpointing(tmp_path: Path) -> None:
+    """The recomputed forwards must not fall back on the fused attention either; without dropout they would."""
+    from federated import tiny_vit
+
+    runs = [
+        trainer(
+            tmp_path / str(saving), tiny_vit(dropout=0.0), method="ggn", num_rounds=2, gradient_checkpointing=saving
+        )
+        for saving in (False, True)
+    ]
+    for run in runs:
+        run.train()
+    for name, value in weights(runs[0]).items():
+        torch.testing.assert_close(weights(runs[1])[name], value, atol=1e-5, rtol=1e-4)
+
+
+def test_ggn_of_bfloat16_weights(tmp_path: Path) -> None:
+    from federated import images, tiny_vit
+
+    data = images().map(lambda row: row).with_format("torch")
+    run = trainer(
+        tmp_path,
+        tiny_vit().to(torch.bfloat16),
+        data,
+        method="ggn",
+        num_rounds=2,
+        eval_dataset=None,
+        data_collator=lambda rows: {
+            "pixel_values": torch.stack([r["pixel_values"] for r in rows]).bfloat16(),
+            "labels": torch.stack([r["labels"] for r in rows]),
+        },
+    )
+    run.train()
     assert run.state.log_history[1]["correction_ratio"] > 0
 
 

@@ -602,3 +602,13 @@ def test_resume_is_bit_identical(tmp_path: Path, per_batch: bool) -> None:
     forgetful = trainer(tmp_path / "forgetful", **changes)
     forgetful.train(resume_from_checkpoint=str(checkpoint))
     assert not same(weights(whole), weights(forgetful))
+
+
+def test_a_used_trainer_that_resumes_from_the_warmup_forgets(tmp_path: Path) -> None:
+    """Checkpoints of the warm-up hold no statistics: those of the later rounds must not stay."""
+    run = trainer(tmp_path, method="gas", num_rounds=3, warmup_rounds=1, save_strategy="steps", save_steps=1)
+    run.train()
+    first = weights(run)
+    assert not (tmp_path / "checkpoint-1" / "method_state.safetensors").exists()
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert same(first, weights(run))

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from federated import rounds, same, trainer, weights
+from federated import rounds, same, tiny_vit, trainer, weights
 from toy import CLASSIFICATION, REGRESSION, toy_sides
 
-from hf_coefsfl.methods import make_method
+from hf_coefsfl.cost import CostModel, Round
+from hf_coefsfl.methods import METHODS, make_method
 from hf_coefsfl.probe import plot_probe, probe_staleness, summarize_probe
 
 
@@ -109,6 +110,30 @@ def test_summary_and_plot(tmp_path: Path) -> None:
     assert 0 <= summary["probe_surrogate_above"] <= 1
     plot_probe(points, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_counting_operations_leaves_no_trace(tmp_path: Path, method: str) -> None:
+    plain = trainer(tmp_path / "a", method=method, num_rounds=2)
+    counted = trainer(tmp_path / "b", method=method, num_rounds=2, count_flops=True)
+    plain.train()
+    counted.train()
+    assert same(weights(plain), weights(counted)) and plain.ledger == counted.ledger
+    state = [run.simulation.method.state_dict() for run in (plain, counted)]
+    assert same(*state)
+    for entry in rounds(counted):
+        assert entry["client_gflops"] > 0 and entry["server_gflops"] > 0
+        assert entry["server_gflops_per_round"] == pytest.approx(entry["server_gflops"] * 36)
+
+
+def test_counted_operations_are_those_of_the_cost_command(tmp_path: Path) -> None:
+    """The same model, one batch a client: what training counts is what `coefsfl cost` foretells."""
+    run = trainer(tmp_path, tiny_vit(dropout=0.0), method="coef_j", warmup_rounds=0, num_rounds=1, count_flops=True)
+    run.train()
+    cost = CostModel(tiny_vit(dropout=0.0)).costs(make_method("coef_j"), 2, Round(12, 4))[0]
+    entry = rounds(run)[0]
+    assert entry["client_gflops"] == pytest.approx(cost.client_flops / 12 / 1e9)
+    assert entry["server_gflops"] == pytest.approx(cost.server_flops / 12 / 1e9)
 
 
 @pytest.mark.parametrize("method", ["vanilla", "oracle"])

@@ -70,6 +70,8 @@ def run(arguments: argparse.Namespace) -> str:
     cuts = _cuts(arguments.cut, default_cut(arguments.model), model)
     costs: list[Cost] = []
     left_out: dict[str, str] = {}
+    for cut in cuts:
+        model.split(cut)  # a model that cannot be split is one error, not one for each method
     progress = tqdm([(cut, name) for cut in cuts for name in methods], file=sys.stderr, leave=False, unit="method")
     for cut, name in progress:
         progress.set_description(f"cut {cut}, {name}")
@@ -78,9 +80,11 @@ def run(arguments: argparse.Namespace) -> str:
         except ValueError as error:
             if arguments.methods or name in options:
                 raise
-            left_out[name] = str(error)
+            left_out[f"{name} at cut {cut}"] = str(error)
         except (IndexError, RuntimeError) as error:
-            raise ValueError(f"{arguments.model} does not run on such samples: {error}") from error
+            raise ValueError(f"{arguments.model} does not run {name} on such samples: {error}") from error
+    if not costs:
+        raise ValueError(f"no method can train {arguments.model}: {next(iter(left_out.values()), 'none was named')}")
     for name, reason in left_out.items():
         print(f"coefsfl cost: {name} is left out: {reason}", file=sys.stderr)
     return render([cost.row(network) for cost in costs], arguments.format)
@@ -125,12 +129,14 @@ def _options(text: str | None) -> dict[str, dict[str, Any]]:
 
 
 def _cuts(text: str | None, default: int, model: CostModel) -> list[int]:
-    if text == "all":
+    if text == "all" and model.cuts:
         return list(model.cuts)
     try:
-        cut = default if text is None else int(text)
+        cut = default if text in (None, "all") else int(text)
     except ValueError:
         raise ValueError(f'--cut must be a number of blocks or "all", got {text!r}.') from None
+    if not model.cuts:
+        raise ValueError("the model has one block only, which leaves nothing to cut.")
     if cut not in model.cuts:
         raise ValueError(f"--cut must be from 1 to {model.cuts[-1]} for this model, got {cut}.")
     return [cut]

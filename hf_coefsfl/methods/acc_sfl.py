@@ -81,7 +81,7 @@ class AccSFL(Method):
                     loss = network(client.live)
                 client.observed.add("client_loss", loss)
                 client.minimize(loss)
-        client.kept |= {f"auxiliary.{name}": p.detach() for name, p in network.named_parameters()}
+        client.kept |= {f"auxiliary.{name}": p.detach().cpu() for name, p in network.named_parameters()}
 
     @torch.no_grad()
     def merge(self, kept: Sequence[Kept]) -> None:

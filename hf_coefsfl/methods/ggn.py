@@ -39,10 +39,13 @@ class GGN(GradientReuse):
 
     def feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
         """Return g₀ and √Θ U (b, rank, *s)."""
+        with differentiable_attention():  # around the backward passes too: checkpointing runs forwards in them
+            return self._feedback(server, smashed, batch)
+
+    def _feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
         leaf = on_graph(smashed)
         s = leaf.activations
-        with differentiable_attention():
-            output = server.forward(leaf, batch)
+        output = server.forward(leaf, batch)
         server.observed.add("feedback_loss", output.loss)
         (gradient,) = torch.autograd.grad(output.loss, s, retain_graph=True)
         blocks = server.task.output_blocks(smashed.labels, s.shape[1])
@@ -52,13 +55,15 @@ class GGN(GradientReuse):
         (pulled,) = torch.autograd.grad(logits, s, seeds, create_graph=True)
 
         def matvec(v: Tensor) -> Tensor:
-            pushed = torch.autograd.grad(pulled, seeds, v.view_as(s), retain_graph=True)
+            pushed = torch.autograd.grad(pulled, seeds, v.view_as(s).to(s.dtype), retain_graph=True)
             curved = [block.hessian_product(o, jv) for block, o, jv in zip(blocks, logits, pushed, strict=True)]
-            return torch.autograd.grad(logits, s, curved, retain_graph=True)[0].flatten(1)
+            return torch.autograd.grad(logits, s, curved, retain_graph=True)[0].flatten(1).to(v.dtype)
 
-        values, vectors = leading_eigenpairs(matvec, gradient.flatten(1), self.num_iterations, self.rank)
+        start = gradient.flatten(1)
+        start = start if start.dtype == torch.float64 else start.float()
+        values, vectors = leading_eigenpairs(matvec, start, self.num_iterations, self.rank)
         scaled = vectors * values.clamp(min=0).sqrt()[:, :, None]  # the matrix is positive semi-definite
-        return Feedback(gradient, scaled.view(len(s), -1, *s.shape[1:]))
+        return Feedback(gradient, scaled.view(len(s), -1, *s.shape[1:]).to(s.dtype))
 
     def compensate(self, feedback: Feedback, displacement: Tensor, outputs: Sequence[OutputBlock]) -> Tensor:
         """Return g₀ + Σₖ uₖ ⟨uₖ, δ⟩ with the scaled eigenvectors uₖ."""
