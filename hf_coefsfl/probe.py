@@ -129,6 +129,7 @@ def load_probe(path: Path) -> list[ProbePoint]:
 def plot_probe(points: Sequence[ProbePoint], path: str | PathLike[str]) -> None:
     """Save a picture over local updates: cosine, error and displacement, each the mean over the probed rounds."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     updates = sorted({point.update for point in points})
     grouped = [[point for point in points if point.update == update] for update in updates]
@@ -161,6 +162,7 @@ def plot_probe(points: Sequence[ProbePoint], path: str | PathLike[str]) -> None:
             axes.plot(updates, mean(name), label=label, markersize=4, **style)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("local update of the round")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
         if any(label for _, label, _ in lines):
