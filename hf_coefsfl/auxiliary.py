@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from .messages import SmashedData
-from .outputs import Task
+from .outputs import LANGUAGE_MODELS, SPANS, Task
 from .rounds import derive_seed, preserved_random_state, set_random_state
 from .sides import on_graph
 from .split import ServerHalf, SplitModel
@@ -23,8 +23,6 @@ from .split.surgery import clone, cut_path
 from .split.tracing import evaluating
 
 HEADS = ("fc", "fc_lora", "mlp")
-_LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM")
-_SPANS = "ForQuestionAnswering"
 _LORA_SCALE = 2.0  # alpha / r, as in the adapter of the model
 _CLASS_TOKENS = ("cls_token", "class_embedding", "class_token")
 
@@ -84,9 +82,9 @@ class AuxiliaryHead(nn.Module):
                 f"{activations.dim()} dimensions: {tuple(activations.shape)}. Use a method without such a head."
             )
         outputs = task.num_labels
-        if task.loss_type == _SPANS:
+        if task.loss_type == SPANS:
             outputs = 2
-        elif task.loss_type in _LANGUAGE_MODELS:
+        elif task.loss_type in LANGUAGE_MODELS:
             outputs = unwrapped(split.model).config.get_text_config().vocab_size
         with preserved_random_state():
             set_random_state(derive_seed(seed, "method"))
@@ -132,7 +130,7 @@ def check_head_task(task: Task) -> None:
 
 def choose_pooling(split: SplitModel, task: Task) -> str:
     """Return which tokens the head reads: as the task asks, else as models of this kind summarise their input."""
-    if task.loss_type in (*_LANGUAGE_MODELS, _SPANS, "ForTokenClassification"):
+    if task.loss_type in (*LANGUAGE_MODELS, SPANS, "ForTokenClassification"):
         return "tokens"
     base = unwrapped(split.model)
     if base.main_input_name == "input_ids":
@@ -173,11 +171,11 @@ def _unpadded(smashed: SmashedData) -> Tensor:
 def task_loss(task: Task, outputs: Tensor, labels: Mapping[str, Tensor]) -> Tensor:
     """Return the loss of a task, as transformers computes it, of outputs (b, C) or (b, T, C)."""
     loss: Any = LOSS_MAPPING[task.loss_type]
-    if task.loss_type == _SPANS:
+    if task.loss_type == SPANS:
         start, end = outputs.unbind(-1)
         return loss(start, end, labels["start_positions"], labels["end_positions"])
     target = labels["labels"]
-    if task.loss_type in _LANGUAGE_MODELS:
+    if task.loss_type in LANGUAGE_MODELS:
         return loss(outputs, target, vocab_size=outputs.shape[-1])
     # A stand-in for the config: transformers writes the problem type that it infers into it.
     config = SimpleNamespace(num_labels=task.num_labels, problem_type=task.problem_type)

@@ -14,15 +14,16 @@ from torch import Tensor
 from transformers.utils import find_labels
 
 _IGNORED = -100
-_LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM")
-_SPANS = "ForQuestionAnswering"
-_CLASSIFICATION = (
+# The losses of transformers, by what a label is of.
+LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM")
+SPANS = "ForQuestionAnswering"
+ONE_LABEL_A_SAMPLE = (
     "ForSequenceClassification",
     "ForImageClassification",
     "ForVideoClassification",
     "ForAudioClassification",
-    "ForTokenClassification",
 )
+_CLASSES = (*ONE_LABEL_A_SAMPLE, "ForTokenClassification")
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Task:
     @property
     def has_known_curvature(self) -> bool:
         """Whether `output_blocks` knows this loss."""
-        return self.loss_type in (*_LANGUAGE_MODELS, *_CLASSIFICATION, _SPANS)
+        return self.loss_type in (*LANGUAGE_MODELS, *_CLASSES, SPANS)
 
     def check_curvature(self) -> None:
         """Refuse a loss whose curvature is not known."""
@@ -133,7 +134,7 @@ class Task:
     def check_labels(self, batch: dict[str, Any], owner: str) -> None:
         """Refuse class labels outside 0..num_labels-1, which an accelerator reports as a crash elsewhere."""
         target = batch.get("labels")
-        if self.loss_type not in _CLASSIFICATION or target is None or target.is_floating_point() or self.num_labels < 2:
+        if self.loss_type not in _CLASSES or target is None or target.is_floating_point() or self.num_labels < 2:
             return
         wrong = target[(target != _IGNORED) & ((target < 0) | (target >= self.num_labels))]
         if len(wrong):
@@ -144,7 +145,7 @@ class Task:
 
     def has_labels(self, batch: dict[str, Any]) -> bool:
         """Tell whether any label of a batch enters the loss; the mean over none would be NaN."""
-        if self.loss_type == _SPANS or "labels" not in batch or not self.has_known_curvature:
+        if self.loss_type == SPANS or "labels" not in batch or not self.has_known_curvature:
             return True
         target = batch["labels"]
         if self.shifts_labels:
@@ -158,10 +159,10 @@ class Task:
         loss ignores answer positions beyond the end.
         """
         self.check_curvature()
-        if self.loss_type == _SPANS:
+        if self.loss_type == SPANS:
             return [self._span(f"{side}_logits", labels[f"{side}_positions"], length) for side in ("start", "end")]
         target = labels["labels"]
-        if self.loss_type in (*_LANGUAGE_MODELS, "ForTokenClassification"):
+        if self.loss_type in (*LANGUAGE_MODELS, "ForTokenClassification"):
             if self.shifts_labels:  # position t predicts label t + 1
                 target = torch.nn.functional.pad(target[:, 1:], (0, 1), value=_IGNORED)
             mask = target != _IGNORED

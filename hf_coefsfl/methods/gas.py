@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from ..links import ClientLink
 from ..messages import Feedback, Message, SmashedData
-from ..outputs import Task
+from ..outputs import ONE_LABEL_A_SAMPLE, Task
 from ..sides import ClientSide, ServerSide, on_graph
 from ..statistics import ClassStatistics, class_moments, from_tensors, pooled, to_tensors, update
 from .base import Kept, Method, at_least
@@ -20,13 +20,6 @@ from .reuse import GradientReuse
 
 if TYPE_CHECKING:
     from ..split import SplitModel
-
-_ONE_CLASS_A_SAMPLE = (
-    "ForSequenceClassification",
-    "ForImageClassification",
-    "ForVideoClassification",
-    "ForAudioClassification",
-)
 
 
 @dataclass
@@ -59,7 +52,7 @@ class GAS(GradientReuse):
     def check_task(self, task: Task) -> None:
         """Refuse a task without one class for each sample: the statistics and the draws go by class."""
         reason = None
-        if task.loss_type not in _ONE_CLASS_A_SAMPLE:
+        if task.loss_type not in ONE_LABEL_A_SAMPLE:
             reason = f"a {task.loss_type} loss has none"
         elif task.problem_type is not None and not task.problem_type.startswith("single_label"):
             reason = f"problem_type={task.problem_type!r} has none"
