@@ -26,7 +26,7 @@ def launch(folder: Path, method: str, processes: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["coef_j", "gas", "fsl_sage"])
+@pytest.mark.parametrize("method", ["coef_j", "gas", "fsl_sage", "acc_sfl"])
 def test_two_processes_equal_one(tmp_path: Path, method: str) -> None:
     one, two = (launch(tmp_path / str(n), method, n) for n in (1, 2))
     assert one == two
