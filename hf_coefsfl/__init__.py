@@ -1,5 +1,6 @@
 """Split federated fine-tuning of Hugging Face models with compensated feedback (CoeF-SFL)."""
 
+from .adapters import load_adapter
 from .config import SplitFedConfig
 from .injection import inject
 from .messages import Feedback, Message, SmashedData
@@ -19,6 +20,7 @@ __all__ = [
     "SplitFedTrainer",
     "SplitModel",
     "inject",
+    "load_adapter",
     "load_client",
     "load_server",
     "split_model",

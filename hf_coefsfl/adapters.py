@@ -138,8 +138,3 @@ def load_adapter(half: Half, folder: str | Path) -> None:
         training = half.training
         half.model = PeftModel.from_pretrained(half.model, str(folder))
         half.train(training)
-
-
-def count(parameters: dict[str, nn.Parameter]) -> int:
-    """Return the number of scalars in the parameters."""
-    return sum(p.numel() for p in parameters.values())

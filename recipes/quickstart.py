@@ -90,7 +90,8 @@ def main() -> None:
     args = parse_args()
     torch.set_num_threads(1)  # matrices of this size are too small to share between cores
     logging.disable_progress_bar()
-    process = PartialState()  # of `accelerate launch`; alone without it
+    # Of `accelerate launch`; alone without it.
+    process = PartialState(cpu=not torch.accelerator.is_available())
     base_dir = args.output_dir / "base"
 
     public, private, test = load_data(args.seed)
