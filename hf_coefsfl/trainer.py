@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import distributed, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
@@ -31,6 +32,13 @@ LEDGER_NAME = "communication.json"
 ARGS_NAME = "training_args.json"
 PROBE_NAME = "staleness.json"
 STATE_NAME = "method_state.safetensors"  # what a method keeps beside the model
+
+
+@atexit.register
+def _leave_gloo() -> None:
+    """End gloo's threads in order: a process that finishes while they still run is aborted now and then."""
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "gloo":
+        distributed.destroy_process_group()
 
 
 class SplitFedTrainer(Trainer):
