@@ -1,0 +1,186 @@
+"""What a fine-tuning task is: its dataset and columns, its preprocessing, its metrics, its usual model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel, set_seed
+
+from .loading import load_splits, pick, shortened, with_column_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TaskArguments:
+    """Options of every task."""
+
+    model_name_or_path: str | None = field(default=None, metadata={"help": "Model: a Hub id or a local folder."})
+    model_revision: str | None = field(
+        default=None, metadata={"help": "Branch, tag or commit of the model on the Hub."}
+    )
+    dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "Dataset: a Hub id, or a local folder or file (parquet, json, csv, an image folder, or what "
+            "save_to_disk wrote)."
+        },
+    )
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the dataset on the Hub."})
+    columns: list[str] | None = field(default=None, metadata={"help": "Columns of the dataset, as role=column."})
+    train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    eval_split: list[str] | None = field(
+        default=None,
+        metadata={"help": "Splits to evaluate on."},
+    )
+    max_train_samples: int | None = field(
+        default=None, metadata={"help": "Train on so many samples, drawn at random but the same in every run."}
+    )
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "Evaluate on so many samples of each split, the same in every run."}
+    )
+    lora_rank: int = field(default=4, metadata={"help": "Rank of the LoRA adapter."})
+    lora_alpha: int = field(default=8, metadata={"help": "Scale of the LoRA adapter."})
+
+
+@dataclass
+class Prepared:
+    """All that a `SplitFedTrainer` needs to know of a task."""
+
+    model: PreTrainedModel
+    processing_class: Any
+    train_dataset: Dataset
+    eval_dataset: dict[str, Dataset]
+    data_collator: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    compute_metrics: Callable[[Any], dict[str, float]]
+    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None
+
+
+class FineTuningTask:
+    """Base of the tasks. A task on other data is this task with other arguments, or a subclass with other defaults.
+
+    Args:
+        arguments: of the class `arguments_class`; what is None there takes the task's default.
+        keep: a further column to keep of the training set, for instance one that names each row's client.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]  # as the paper writes it
+    pipeline_tag: ClassVar[str]  # as the Hub writes it
+    arguments_class: ClassVar[type[TaskArguments]] = TaskArguments
+    auto_model: ClassVar[Any]
+    model_name_or_path: ClassVar[str]
+    dataset_name: ClassVar[str]
+    dataset_config_name: ClassVar[str | None] = None
+    columns: ClassVar[dict[str, str]]  # role: column of the dataset on the Hub
+    optional_roles: ClassVar[tuple[str, ...]] = ()
+    eval_splits: ClassVar[dict[str, str]] = {"validation": "validation"}  # name in the metrics: split
+    score_titles: ClassVar[dict[str, str]] = {}  # evaluation set: title of its score, where a table has several
+    reported: ClassVar[dict[str, str]] = {"accuracy": "accuracy"}  # metric: its title in a table
+    metric_scale: ClassVar[float] = 100.0  # tables are in percent
+    higher_is_better: ClassVar[bool] = True
+    remove_unused_columns: ClassVar[bool] = True
+
+    def __init__(self, arguments: TaskArguments, keep: str | None = None):
+        self.arguments = arguments
+        self.keep = None if keep in (None, "labels", *self.columns) else keep
+        self.model_id = arguments.model_name_or_path or self.model_name_or_path
+        self.dataset_id = arguments.dataset_name or self.dataset_name
+        self.roles = self._read_roles(arguments.columns)
+
+    def _read_roles(self, given: list[str] | None) -> dict[str, str]:
+        """Return the column of each role: as given, else as on the Hub."""
+        roles = dict(self.columns)
+        for item in given or []:
+            role, _, column = item.partition("=")
+            if role not in roles or not column:
+                raise ValueError(f"columns={item!r} is not role=column. The roles here are {', '.join(roles)}.")
+            roles[role] = column
+        return roles
+
+    def prepare(self, seed: int) -> Prepared:
+        """Load the dataset and the model, and preprocess; `seed` makes the new head."""
+        raw = self._raw_splits()
+        processor = self.load_processor()
+        evals = {name: rows for name, rows in raw.items() if name != "train"}
+        set_seed(seed)
+        return self.build(raw["train"], evals, processor)
+
+    def build(self, train: Dataset, evals: dict[str, Dataset], processor: Any) -> Prepared:
+        """Turn rows with the task's roles as columns into what the trainer takes."""
+        raise NotImplementedError
+
+    def load_processor(self) -> Any:
+        """Return the tokenizer or image processor of the model."""
+        raise NotImplementedError
+
+    def load_model(self, **kwargs: Any) -> PreTrainedModel:
+        """Return the model in float32, the precision of the trained weights."""
+        model: PreTrainedModel = load_from_hub_or_folder(
+            self.auto_model,
+            self.model_id,
+            "model",
+            revision=self.arguments.model_revision or "main",
+            dtype=torch.float32,
+            **kwargs,
+        )
+        return model
+
+    def _raw_splits(self) -> dict[str, Dataset]:
+        """Return "train" and the evaluation sets by name, with a column for each role, cut to the wanted samples."""
+        arguments = self.arguments
+        config = arguments.dataset_config_name
+        if config is None and self.dataset_id == self.dataset_name:
+            config = self.dataset_config_name
+        splits = load_splits(self.dataset_id, config)
+        chosen = {"train": arguments.train_split} | self._eval_splits(splits)
+        limits = dict.fromkeys(chosen, arguments.max_eval_samples) | {"train": arguments.max_train_samples}
+        given = {item.partition("=")[0] for item in arguments.columns or []}
+        rows = {name: shortened(splits, split, limits[name], self.dataset_id) for name, split in chosen.items()}
+        picked = {name: pick(part, self.roles, given, self.optional_roles) for name, part in rows.items()}
+        if self.keep is not None:
+            picked["train"] = with_column_of(picked["train"], rows["train"], self.keep)
+        return picked
+
+    def _eval_splits(self, splits: Mapping[str, Dataset]) -> dict[str, str]:
+        if self.arguments.eval_split:
+            return {split: split for split in self.arguments.eval_split}
+        if all(split in splits for split in self.eval_splits.values()):
+            return dict(self.eval_splits)
+        found = next((split for split in ("validation", "test", "dev") if split in splits), None)
+        if found is None:
+            raise ValueError(
+                f"{self.dataset_id} has no split to evaluate on, only {', '.join(splits)}. Name one with --eval_split."
+            )
+        return {found: found}
+
+    def scores(self, metrics: Mapping[str, float], names: list[str]) -> dict[str, float]:
+        """Return what a table shows of an evaluation of the sets `names`, in percent where the metric is a share."""
+        found = {}
+        for name in names:
+            prefix = "eval_" if len(names) == 1 else f"eval_{name}_"
+            for metric, title in self.reported.items():
+                if len(names) > 1:
+                    title = self.score_titles.get(name, f"{title} ({name})")
+                if prefix + metric in metrics:
+                    found[title] = metrics[prefix + metric] * self.metric_scale
+        return found
+
+
+def load_from_hub_or_folder(auto: Any, name: str, what: str, **kwargs: Any) -> Any:
+    """Return `auto.from_pretrained(name)`; a failure is one clear error."""
+    try:
+        return auto.from_pretrained(name, **kwargs)
+    except Exception as error:  # the Hub, the network, the cache and the files each have their own
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        where = "of the folder" if Path(name).is_dir() else "from the Hub"
+        raise ValueError(
+            f"The {what} {name!r} cannot be loaded {where} ({reason}). --model_name_or_path takes a local folder that "
+            "save_pretrained wrote, or the id of a model on the Hub."
+        ) from error

@@ -1,0 +1,129 @@
+"""Classification of texts and of pairs of texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, EvalPrediction
+
+from ..metrics import load_metric
+from .base import FineTuningTask, Prepared, TaskArguments, load_from_hub_or_folder
+from .loading import with_class_labels
+
+
+@dataclass
+class TextArguments(TaskArguments):
+    """Options of the tasks on text."""
+
+    max_length: int = field(default=256, metadata={"help": "Tokens of a sample; longer ones are truncated."})
+
+
+@dataclass
+class PairArguments(TextArguments):
+    """Options of the tasks on pairs of texts."""
+
+    max_length: int = field(default=128, metadata={"help": "Tokens of a pair; longer ones are truncated."})
+
+
+class TextTask(FineTuningTask):
+    """What the tasks on text share: the tokenizer."""
+
+    model_name_or_path = "distilbert/distilroberta-base"
+    arguments: TextArguments
+
+    def load_processor(self) -> Any:
+        """Return the tokenizer, with a padding token and room for the samples."""
+        tokenizer = load_from_hub_or_folder(
+            AutoTokenizer, self.model_id, "tokenizer", revision=self.arguments.model_revision or "main"
+        )
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if not 2 <= self.arguments.max_length <= tokenizer.model_max_length:
+            raise ValueError(
+                f"max_length={self.arguments.max_length}: the tokenizer of {self.model_id} allows 2 to "
+                f"{tokenizer.model_max_length} tokens."
+            )
+        return tokenizer
+
+
+class TextClassification(TextTask):
+    """Classes of single texts."""
+
+    pipeline_tag = "text-classification"
+    arguments_class = TextArguments
+    auto_model = AutoModelForSequenceClassification
+    columns = {"text": "text", "label": "label"}
+    metric = "accuracy"
+
+    def build(self, train: Dataset, evals: dict[str, Dataset], processor: Any) -> Prepared:
+        """Tokenise; a batch is padded to its longest sample."""
+        train, evals, names = with_class_labels(train, evals)
+        texts = [role for role in self.roles if role != "label"]
+
+        def encode(rows: dict[str, list[Any]]) -> Any:
+            return processor(*(rows[role] for role in texts), truncation=True, max_length=self.arguments.max_length)
+
+        def encoded(rows: Dataset) -> Dataset:
+            return rows.map(encode, batched=True, remove_columns=texts, desc="Tokenising")
+
+        model = self.load_model(
+            num_labels=len(names),
+            id2label=dict(enumerate(names)),
+            label2id={name: i for i, name in enumerate(names)},
+            ignore_mismatched_sizes=True,
+        )
+        if model.config.get_text_config().pad_token_id is None:
+            model.config.get_text_config().pad_token_id = processor.pad_token_id
+        return Prepared(
+            model=model,
+            processing_class=processor,
+            train_dataset=encoded(train),
+            eval_dataset={name: encoded(rows) for name, rows in evals.items()},
+            data_collator=DataCollatorWithPadding(processor),
+            compute_metrics=share_correct(self.metric),
+            preprocess_logits_for_metrics=predicted_class,
+        )
+
+
+class Newsgroups(TextClassification):
+    """20 Newsgroups: the topic of a post."""
+
+    name = "newsgroups"
+    title = "20 Newsgroups"
+    dataset_name = "SetFit/20_newsgroups"
+    eval_splits = {"test": "test"}
+
+
+class MNLI(TextClassification):
+    """MNLI: whether the premise entails the hypothesis, contradicts it, or neither."""
+
+    name = "mnli"
+    title = "MNLI"
+    arguments_class = PairArguments
+    dataset_name = "nyu-mll/glue"
+    dataset_config_name = "mnli"
+    columns = {"premise": "premise", "hypothesis": "hypothesis", "label": "label"}
+    eval_splits = {"matched": "validation_matched", "mismatched": "validation_mismatched"}
+    score_titles = {"matched": "MNLI-m", "mismatched": "MNLI-mm"}
+    metric = "mnli"
+
+
+def predicted_class(logits: Any, labels: Any) -> Any:
+    """Return the class with the largest logit: all that evaluation has to keep of a sample."""
+    return (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
+
+
+def share_correct(metric: str) -> Any:
+    """Return the `compute_metrics` of an `evaluate` metric over predicted classes."""
+    module = load_metric(metric)
+
+    def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
+        found: dict[str, float] = module.compute(
+            predictions=np.asarray(prediction.predictions), references=np.asarray(prediction.label_ids)
+        )
+        return found
+
+    return compute_metrics

@@ -1,0 +1,110 @@
+"""Reading a dataset from the Hub or from local files, and bringing its columns to the names a task uses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from datasets import ClassLabel, Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
+
+_FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+_SUBSET_SEED = 0  # a smaller run is the same smaller run whatever its seed
+
+
+def load_splits(name: str, config: str | None = None) -> Mapping[str, Dataset]:
+    """Return the splits of a dataset: a Hub id, a folder of files or images, one file, or what `save_to_disk` wrote."""
+    path = Path(name)
+    try:
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            loaded: Any = load_from_disk(name)
+        elif path.is_file():
+            if path.suffix not in _FILES:
+                raise ValueError(f"its ending is not one of {', '.join(_FILES)}")
+            loaded = load_dataset(_FILES[path.suffix], data_files=name)
+        else:
+            loaded = load_dataset(name, config)
+    except Exception as error:  # the Hub, the network, the cache and the files each have their own
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        where = "of the local files" if path.exists() else "from the Hub"
+        raise ValueError(
+            f"The dataset {name!r} cannot be loaded {where} ({reason}). --dataset_name takes the id of a dataset on "
+            "the Hub, or a local copy: a folder or file (parquet, json, csv, an image folder, or what save_to_disk "
+            "wrote)."
+        ) from error
+    return loaded if isinstance(loaded, DatasetDict) else {"train": loaded}
+
+
+def shortened(splits: Mapping[str, Dataset], split: str, most: int | None, name: str) -> Dataset:
+    """Return a split, or at most `most` rows drawn from it."""
+    if split not in splits:
+        raise ValueError(f"{name} has no split {split!r}, only {', '.join(splits)}. See --train_split, --eval_split.")
+    rows = splits[split]
+    if most is not None and most < 1:
+        raise ValueError(f"max_train_samples and max_eval_samples must be at least 1, got {most}.")
+    if most is None or most >= len(rows):
+        return rows
+    return rows.shuffle(seed=_SUBSET_SEED).select(range(most))
+
+
+def pick(rows: Dataset, roles: Mapping[str, str], given: Collection[str], optional: Collection[str]) -> Dataset:
+    """Return the columns of the roles, renamed to them.
+
+    A column that was not given and is not there may also bear the role's own name.
+    """
+    found = {}
+    for role, column in roles.items():
+        if column not in rows.column_names and role not in given and role in rows.column_names:
+            column = role
+        if column in rows.column_names:
+            found[column] = role
+        elif role in given or role not in optional:
+            raise ValueError(
+                f"The dataset has no column {column!r} for the {role}, only {', '.join(rows.column_names)}. Say which "
+                f"it is with --columns {role}=..."
+            )
+    return rows.select_columns(list(found)).rename_columns({c: role for c, role in found.items() if c != role})
+
+
+def with_column_of(rows: Dataset, source: Dataset, column: str) -> Dataset:
+    """Return `rows` with a further column of `source`, which has the same rows."""
+    if column not in source.column_names:
+        raise ValueError(
+            f"partition_column={column!r}: the dataset has no such column, only {', '.join(source.column_names)}."
+        )
+    return concatenate_datasets([rows, source.select_columns([column])], axis=1)
+
+
+def with_class_labels(train: Dataset, evals: Mapping[str, Dataset]) -> tuple[Dataset, dict[str, Dataset], list[str]]:
+    """Return all sets with the label as a number from 0 on in the column `labels`, and the names of the classes.
+
+    Labels may be a `ClassLabel`, numbers or strings. Rows with the label -1 (not annotated) are left out.
+    """
+    sets = {"": train, **evals}
+    feature = train.features["label"]
+    if isinstance(feature, ClassLabel):
+        names = list(feature.names)
+        for name, rows in evals.items():
+            other = rows.features["label"]
+            if isinstance(other, ClassLabel) and list(other.names) != names:
+                raise ValueError(f"The classes of {name!r} are not those of the training set: {other.names[:5]} ...")
+    else:
+        column = concatenate_datasets([rows.select_columns(["label"]) for rows in sets.values()])["label"][:]
+        values = sorted(set(column) - {-1, None})
+        if all(isinstance(value, int) for value in values):
+            if values[0] < 0:
+                raise ValueError(f"Labels count from 0, got {values[0]}.")
+            names = [str(value) for value in range(values[-1] + 1)]
+        else:
+            names = [str(value) for value in values]
+            index = {value: i for i, value in enumerate(values)}
+            sets = {k: rows.map(lambda row: {"label": index[row["label"]]}) for k, rows in sets.items()}
+    for name, rows in sets.items():
+        labels = rows.with_format(None)["label"][:]
+        if any(label is None or label < 0 for label in labels):
+            keep = [i for i, label in enumerate(labels) if label is not None and label >= 0]
+            if not keep:
+                raise ValueError(f"No row of {name or 'the training set'} has a label: its labels are hidden.")
+            sets[name] = rows.select(keep)
+    renamed = {name: rows.rename_column("label", "labels") for name, rows in sets.items()}
+    return renamed.pop(""), renamed, names

@@ -1,0 +1,102 @@
+"""Extractive question answering with questions that have no answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from datasets import Dataset
+from transformers import AutoModelForQuestionAnswering, DataCollatorWithPadding, EvalPrediction
+
+from ..metrics import load_metric
+from .base import Prepared
+from .classification import TextArguments, TextTask
+from .spans import answers_from_logits, encode_questions
+
+_FOR_ANSWERS = ["example_id", "offset_mapping"]  # of a window; the model does not take them
+
+
+@dataclass
+class QuestionArguments(TextArguments):
+    """Options of question answering."""
+
+    max_length: int = field(default=384, metadata={"help": "Tokens of a window over question and context."})
+    stride: int = field(default=128, metadata={"help": "Tokens that neighbouring windows of a context share."})
+    n_best: int = field(default=20, metadata={"help": "Start and end positions to look at for an answer."})
+    max_answer_length: int = field(default=30, metadata={"help": "Tokens of the longest answer."})
+    null_score_diff_threshold: float = field(
+        default=0.0, metadata={"help": "By how much 'no answer' must beat the best answer to be given."}
+    )
+
+
+class SQuADv2(TextTask):
+    """SQuAD v2.0: the span of the context that answers a question, or none."""
+
+    name = "squad_v2"
+    title = "SQuAD v2.0"
+    pipeline_tag = "question-answering"
+    arguments_class = QuestionArguments
+    auto_model = AutoModelForQuestionAnswering
+    dataset_name = "rajpurkar/squad_v2"
+    columns = {"id": "id", "question": "question", "context": "context", "answers": "answers"}
+    reported = {"exact": "EM", "f1": "F1"}
+    metric_scale = 1.0  # the metric itself is in percent
+    arguments: QuestionArguments
+
+    def build(self, train: Dataset, evals: dict[str, Dataset], processor: Any) -> Prepared:
+        """Cut contexts into overlapping windows."""
+        if len(evals) > 1:
+            raise ValueError(
+                f"Question answering evaluates one split, got {', '.join(evals)}: answers are put together from its "
+                "windows. Give one to --eval_split."
+            )
+        arguments = self.arguments
+        if not 0 <= arguments.stride < arguments.max_length:
+            raise ValueError(f"stride={arguments.stride} must be at least 0 and below max_length.")
+
+        def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+            found = encode_questions(rows, processor, arguments.max_length, arguments.stride)
+            if self.keep in rows:
+                kept = dict(zip(rows["id"], rows[self.keep], strict=True))
+                found[self.keep] = [kept[question] for question in found["example_id"]]
+            return found
+
+        def windows(rows: Dataset) -> Dataset:
+            return rows.map(
+                encode,
+                batched=True,
+                remove_columns=rows.column_names,
+                desc="Cutting windows",
+            )
+
+        name, questions = next(iter(evals.items()))
+        features = windows(questions)
+        metric = load_metric("squad_v2")
+
+        def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
+            logits: Any = prediction.predictions
+            answers = answers_from_logits(
+                questions,
+                features,
+                logits[0],
+                logits[1],
+                n_best=arguments.n_best,
+                max_answer_length=arguments.max_answer_length,
+                null_score_diff_threshold=arguments.null_score_diff_threshold,
+            )
+            found: dict[str, float] = metric.compute(
+                predictions=[
+                    {key: a[key] for key in ("id", "prediction_text", "no_answer_probability")} for a in answers
+                ],
+                references=[{"id": row["id"], "answers": row["answers"]} for row in questions],
+            )
+            return found
+
+        return Prepared(
+            model=self.load_model(),
+            processing_class=processor,
+            train_dataset=windows(train).remove_columns(_FOR_ANSWERS),
+            eval_dataset={name: features.remove_columns(_FOR_ANSWERS)},
+            data_collator=DataCollatorWithPadding(processor),
+            compute_metrics=compute_metrics,
+        )

@@ -1,0 +1,15 @@
+"""Image classification on Food-101 with CoeF-J.
+
+    accelerate launch recipes/food101_coefj.py
+
+ViT-Tiny, cut after 4 of its 12 blocks; 50 clients, 10 % of them a round. With the larger model of the paper:
+
+    accelerate launch recipes/food101_coefj.py --model_name_or_path google/vit-base-patch16-224
+
+All options: --help. They may also come from a file: accelerate launch recipes/food101_coefj.py options.yaml
+"""
+
+from hf_coefsfl.recipe import run
+
+if __name__ == "__main__":
+    run("food101", method="coef_j", description=__doc__)

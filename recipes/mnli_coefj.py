@@ -1,0 +1,17 @@
+"""Natural language inference on MNLI with CoeF-J: does the premise entail the hypothesis, contradict it, or neither?
+
+    accelerate launch recipes/mnli_coefj.py
+
+DistilRoBERTa, cut after 2 of its 6 blocks; 50 clients, 10 % of them a round; the matched and the mismatched validation
+set. Any other corpus of sentence pairs, from the Hub or from disk:
+
+    accelerate launch recipes/mnli_coefj.py --dataset_name stanfordnlp/snli
+    accelerate launch recipes/mnli_coefj.py --dataset_name my_pairs/ --columns premise=first hypothesis=second
+
+All options: --help. They may also come from a file: accelerate launch recipes/mnli_coefj.py options.yaml
+"""
+
+from hf_coefsfl.recipe import run
+
+if __name__ == "__main__":
+    run("mnli", method="coef_j", description=__doc__)

@@ -1,0 +1,16 @@
+"""Topics of posts in 20 Newsgroups with CoeF-J.
+
+    accelerate launch recipes/newsgroups_coefj.py
+
+DistilRoBERTa, cut after 2 of its 6 blocks; posts cut at 256 tokens; 50 clients, 10 % of them a round. The paper's
+non-IID split:
+
+    accelerate launch recipes/newsgroups_coefj.py --partition dirichlet --dirichlet_alpha 0.5
+
+All options: --help. They may also come from a file: accelerate launch recipes/newsgroups_coefj.py options.yaml
+"""
+
+from hf_coefsfl.recipe import run
+
+if __name__ == "__main__":
+    run("newsgroups", method="coef_j", description=__doc__)

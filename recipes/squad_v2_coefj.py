@@ -1,0 +1,16 @@
+"""Extractive question answering on SQuAD v2.0 with CoeF-J: the span that answers a question, or no answer.
+
+    accelerate launch recipes/squad_v2_coefj.py
+
+DistilRoBERTa, cut after 2 of its 6 blocks; windows of 384 tokens that share 128; 50 clients, 10 % of them a round.
+A client for each article instead of equal shares:
+
+    accelerate launch recipes/squad_v2_coefj.py --partition column --partition_column title
+
+All options: --help. They may also come from a file: accelerate launch recipes/squad_v2_coefj.py options.yaml
+"""
+
+from hf_coefsfl.recipe import run
+
+if __name__ == "__main__":
+    run("squad_v2", method="coef_j", description=__doc__)

@@ -1,0 +1,15 @@
+"""Image classification on Tiny-ImageNet with CoeF-D.
+
+    accelerate launch recipes/tiny_imagenet_coefd.py
+
+ViT-Tiny, cut after 4 of its 12 blocks; 50 clients, 10 % of them a round. timm's weights work as well:
+
+    accelerate launch recipes/tiny_imagenet_coefd.py --model_name_or_path timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k
+
+All options: --help. They may also come from a file: accelerate launch recipes/tiny_imagenet_coefd.py options.yaml
+"""
+
+from hf_coefsfl.recipe import run
+
+if __name__ == "__main__":
+    run("tiny_imagenet", method="coef_d", description=__doc__)

@@ -1,0 +1,15 @@
+"""Real data and weights, which lie beside the clone on some machines and are never committed."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(os.environ.get("HF_COEFSFL_SHARED", Path(__file__).parents[2] / "shared"))
+
+
+def real(path: str) -> str:
+    """Return the whole path of, say, data/sick_nli; without it the test is skipped, with the reason."""
+    if not (FOLDER / path).exists():
+        pytest.skip(f"no {path} beside the clone; HF_COEFSFL_SHARED may name the folder that holds it")
+    return str(FOLDER / path)
