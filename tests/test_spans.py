@@ -264,16 +264,11 @@ def test_a_span_in_two_windows_counts_once():
     windows = [window_of(example["context"], words=words) for words in (["red", "green"], ["green", "blue"])]
     logits = np.zeros((2, 2, 4))
     logits[:, 0, 2], logits[:, 1, 1] = 1, 2  # "green": 2 in the first, 4 in the second
-    (answer,) = answers_of([example], windows, logits)
-    assert [entry["score"] for entry in answer["n_best"] if entry["text"] == "green"] == [4]
-    assert sorted(entry["text"] for entry in answer["n_best"]) == [
-        "",
-        "blue",
-        "green",
-        "green blue",
-        "red",
-        "red green",
-    ]
+    for order in ([0, 1], [1, 0]):
+        (answer,) = answers_of([example], [windows[i] for i in order], logits[:, order])
+        assert [entry["score"] for entry in answer["n_best"] if entry["text"] == "green"] == [4]
+        texts = sorted(entry["text"] for entry in answer["n_best"])
+        assert texts == ["", "blue", "green", "green blue", "red", "red green"]
 
 
 def test_best_spans_against_brute_force():
@@ -405,3 +400,13 @@ def test_real_tokenizer_cuts_letters_of_several_tokens():
         windows = encode([row("😀", question="x" + "🦊" * size, context=context)], tokenizer, max_length=24, stride=6)
         assert all(len(window["input_ids"]) <= 24 for window in windows)
         assert "😀" in [answer_of(window, context) for window in windows if window["start_positions"]]
+
+
+def test_real_tokenizer_sees_no_blanks_around_a_question():
+    tokenizer = AutoTokenizer.from_pretrained(real("models/granite-30m-roberta"))
+    plain, led = (encode([row(question=question)], tokenizer)[0]["input_ids"] for question in ("Who?", " \n Who?"))
+    assert plain == led
+    cut = encode([row(question="word " * 400)], tokenizer, max_length=64, stride=16)[0]["input_ids"]
+    # 64 - 4 special tokens - 16 of stride leave 44, half of them for the question
+    assert cut[1:23] == tokenizer(("word " * 22).strip(), add_special_tokens=False)["input_ids"]
+    assert cut[23:25] == [tokenizer.sep_token_id] * 2

@@ -13,7 +13,7 @@ from .base import Prepared
 from .classification import TextArguments, TextTask
 from .spans import answers_from_logits, encode_questions
 
-_FOR_ANSWERS = ["example_id", "offset_mapping"]  # of a window; the model does not take them
+_FOR_ANSWERS = ["example_id", "offset_mapping", "cls_index"]  # of a window; the model does not take them
 
 
 @dataclass
@@ -22,7 +22,7 @@ class QuestionArguments(TextArguments):
 
     max_length: int = field(default=384, metadata={"help": "Tokens of a window over question and context."})
     stride: int = field(default=128, metadata={"help": "Tokens that neighbouring windows of a context share."})
-    n_best: int = field(default=20, metadata={"help": "Start and end positions to look at for an answer."})
+    n_best: int = field(default=20, metadata={"help": "Spans to keep for each question."})
     max_answer_length: int = field(default=30, metadata={"help": "Tokens of the longest answer."})
     null_score_diff_threshold: float = field(
         default=0.0, metadata={"help": "By how much 'no answer' must beat the best answer to be given."}
@@ -51,8 +51,7 @@ class SQuADv2(TextTask):
                 "windows. Give one to --eval_split."
             )
         arguments = self.arguments
-        if not 0 <= arguments.stride < arguments.max_length:
-            raise ValueError(f"stride={arguments.stride} must be at least 0 and below max_length.")
+        processor.padding_side = "right"  # positions count from the start of a window
 
         def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
             found = encode_questions(rows, processor, arguments.max_length, arguments.stride)
