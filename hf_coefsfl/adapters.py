@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from .hub import side_folder
 from .split import Half, SplitModel, find_blocks
 
 _LINEAR = (nn.Linear, Conv1D)
@@ -122,18 +123,23 @@ def _save_adapter(model: PeftModel, tensors: dict[str, Tensor], folder: Path) ->
     save_file({name: t.detach().contiguous().cpu() for name, t in tensors.items()}, folder / _WEIGHTS, {"format": "pt"})
 
 
-def load_adapter(half: Half, folder: str | Path) -> None:
-    """Load `client/` or `server/`, as written by `save_halves` with PEFT, on a client or server half.
+def load_adapter(half: Half, source: str | Path, revision: str | None = None, token: str | None = None) -> None:
+    """Load a half's own part of an adapter that a `SplitFedTrainer` saved or pushed.
 
     A half of a base model gets the adapter; a half that has one already gets its weights.
+
+    Args:
+        half: a client or server half; its side decides between `client/` and `server/`.
+        source: the folder or the id of a repo that holds both, or the folder of this side. Of a repo, only this side's
+            files are downloaded.
+        revision: branch, tag or commit of the repo.
+        token: for private repos; default: the one of `hf auth login` or HF_TOKEN.
     """
-    weights = Path(folder) / _WEIGHTS
-    if not weights.is_file():
-        raise ValueError(f"{folder} holds no {_WEIGHTS}. Give the client/ or server/ folder that save_model left.")
+    folder = side_folder(source, half.side, _WEIGHTS, revision=revision, token=token)
     if isinstance(half.model, PeftModel):
-        result: Any = set_peft_model_state_dict(half.model, load_file(weights))
+        result: Any = set_peft_model_state_dict(half.model, load_file(folder / _WEIGHTS))
         if result.unexpected_keys:
-            raise ValueError(f"{folder} does not fit this half: it has no place for {result.unexpected_keys[:3]} ...")
+            raise ValueError(f"{source} does not fit this half: it has no place for {result.unexpected_keys[:3]} ...")
     else:
         training = half.training
         half.model = PeftModel.from_pretrained(half.model, str(folder))

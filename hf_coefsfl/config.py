@@ -17,6 +17,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dropout": ("synced", "off"),
     "head": ("full", "lora", "frozen"),
 }
+_HUB_STRATEGIES = ("end", "every_save")
 
 
 @dataclass
@@ -26,9 +27,12 @@ class SplitFedConfig(TrainingArguments):
     A Trainer step is one communication round, so `logging_steps`, `eval_steps` and `save_steps` count rounds, and
     `max_steps` is `num_rounds`. The defaults are those of the paper. These differ from `TrainingArguments`:
     `per_device_train_batch_size` 32, `learning_rate` 5e-4 (of the local updates), `lr_scheduler_type` "constant",
-    `max_grad_norm` 0 (no clipping), `logging_steps` 1, `save_steps` 10, `report_to` "none", `hub_strategy`
-    "end". `weight_decay` (0) applies to all trained parameters of both sides; `data_seed`, where given, governs the
-    partition and the batches.
+    `max_grad_norm` 0 (no clipping), `logging_steps` 1, `save_steps` 10, `report_to` "none". `weight_decay` (0) applies
+    to all trained parameters of both sides; `data_seed`, where given, governs the partition and the batches.
+
+    `push_to_hub=True` uploads the same files at every save (`hub_strategy` "every_save") or when `save_model` or
+    `push_to_hub` is called ("end"): weights, both halves, model card, `communication.json` and `training_args.json`,
+    never a pickle. The strategies that upload checkpoints are refused, as these hold pickles.
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "method_kwargs"]
@@ -101,11 +105,6 @@ class SplitFedConfig(TrainingArguments):
         default="none", metadata={"help": "Where logs are reported to."}
     )
 
-    hub_strategy: str = field(
-        default="end",
-        metadata={"help": "When push_to_hub uploads; Trainer's uploads during training lack the two halves."},
-    )
-
     def __post_init__(self) -> None:
         """Check the federation's arguments before anything is built."""
         self.staleness_probe = int(self.staleness_probe)  # True is every round
@@ -166,6 +165,12 @@ class SplitFedConfig(TrainingArguments):
                     f"{name}={getattr(self, name)!r} does not work with split federated training: {reason}. "
                     f"Leave it at {allowed!r}."
                 )
+        if self.hub_strategy not in _HUB_STRATEGIES:
+            raise ValueError(
+                f"hub_strategy={self.hub_strategy!r} is not allowed. Choose one of: {', '.join(_HUB_STRATEGIES)}. "
+                "Checkpoints are not uploaded: they hold pickles (optimizer, random states), which run code when they "
+                "are read, and may hold smashed data of clients. Keep them on a disk to resume from."
+            )
         if self.fsdp:
             raise ValueError(
                 f"fsdp={self.fsdp!r} does not work with split federated training: each process holds the whole model "

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from . import __version__
 from .adapters import default_lora
 from .config import SplitFedConfig
+from .hub import UploadError
 from .options import parse_options
 from .report import accuracy_curve
 from .split import find_blocks
@@ -52,17 +53,19 @@ def run(
     except ValueError as error:
         parser.error(str(error))
     trainer.train(resume_from_checkpoint=_checkpoint(config))
-    metrics = _final_metrics(trainer, evaluated)
-    trainer.save_model()
+    metrics = _final_metrics(trainer)
+    trainer.save_model(_internal_call=True)  # without a push: the summary and the whole card are to come
     trainer.save_state()
+    trainer.create_model_card(dataset=_name(job.dataset_id), tasks=job.pipeline_tag)
     if trainer.is_world_process_zero():
         summary = summarize(trainer, job, metrics, evaluated)
-        about = {"dataset": _name(job.dataset_id), "tasks": job.pipeline_tag}
-        trainer.create_model_card(**about)
         write_json(summary, Path(str(config.output_dir)) / SUMMARY_NAME)
-        print(_last_words(summary, str(config.output_dir)))
+        print(_last_words(summary, str(config.output_dir)), flush=True)
     if config.push_to_hub:
-        trainer.push_to_hub(dataset=_name(job.dataset_id), tasks=job.pipeline_tag)
+        try:
+            trainer.push_to_hub()
+        except UploadError as error:
+            sys.exit(str(error))
 
 
 def make_trainer(job: FineTuningTask, config: SplitFedConfig) -> tuple[SplitFedTrainer, list[str]]:
@@ -111,7 +114,7 @@ def _checkpoint(config: SplitFedConfig) -> str | None:
     return get_last_checkpoint(folder) if os.path.isdir(folder) else None
 
 
-def _final_metrics(trainer: SplitFedTrainer, evaluated: list[str]) -> dict[str, float]:
+def _final_metrics(trainer: SplitFedTrainer) -> dict[str, float]:
     """Return the metrics of the final weights; those of the last round's evaluation, if it had one."""
     last: dict[str, float] = {}
     for entry in trainer.state.log_history:

@@ -19,6 +19,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..hub import side_folder
 from .placeholders import unwrapped
 from .surgery import Cut, cut_path, make_client, make_server
 
@@ -67,25 +68,37 @@ def save_half(half: Half, folder: str | Path) -> None:
     save_file({name: t.detach().clone().contiguous() for name, t in tensors.items()}, folder / _TENSORS)
 
 
-def load_client(folder: str | Path) -> ClientHalf:
-    """Read a client half that `save_pretrained` wrote; it is in evaluation mode, on the CPU."""
+def load_client(source: str | Path, revision: str | None = None, token: str | None = None) -> ClientHalf:
+    """Read a client half that `save_pretrained` wrote; it is in evaluation mode, on the CPU.
+
+    Args:
+        source: the half's folder, or a folder or the id of a repo with `client/` in it, as full fine-tuning leaves
+            them. Of a repo, only `client/` is downloaded.
+        revision: branch, tag or commit of the repo.
+        token: for private repos; default: the one of `hf auth login` or HF_TOKEN.
+    """
     from .halves import ClientHalf
 
-    model, cut = _load(Path(folder), "client")
+    model, cut = _load(side_folder(source, "client", _SPLIT, revision=revision, token=token), "client")
     return ClientHalf(model, cut)
 
 
-def load_server(folder: str | Path) -> ServerHalf:
-    """Read a server half that `save_pretrained` wrote; it is in evaluation mode, on the CPU."""
+def load_server(source: str | Path, revision: str | None = None, token: str | None = None) -> ServerHalf:
+    """Read a server half that `save_pretrained` wrote; it is in evaluation mode, on the CPU.
+
+    Args:
+        source: the half's folder, or a folder or the id of a repo with `server/` in it, as full fine-tuning leaves
+            them. Of a repo, only `server/` is downloaded.
+        revision: branch, tag or commit of the repo.
+        token: for private repos; default: the one of `hf auth login` or HF_TOKEN.
+    """
     from .halves import ServerHalf
 
-    model, cut = _load(Path(folder), "server")
+    model, cut = _load(side_folder(source, "server", _SPLIT, revision=revision, token=token), "server")
     return ServerHalf(model, cut)
 
 
 def _load(folder: Path, side: str) -> tuple[nn.Module, Cut]:
-    if not (folder / _SPLIT).is_file():
-        raise ValueError(f"{folder} holds no {_SPLIT}: expected a folder written by `save_pretrained` of a half.")
     description = json.loads((folder / _SPLIT).read_text(encoding="utf-8"))
     if description["format"] != _FORMAT:
         raise ValueError(f"{folder / _SPLIT} has format {description['format']}, this version reads {_FORMAT}.")
