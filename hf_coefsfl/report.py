@@ -109,6 +109,7 @@ def plot_runs(
     *,
     metric: str = "accuracy",
     title: str | None = None,
+    shares: bool = True,
 ) -> None:
     """Save a picture of the runs (PNG, PDF, ... by the ending of `path`): the metric over rounds and over MiB.
 
@@ -119,6 +120,7 @@ def plot_runs(
         path: the file to write.
         metric: the label of the vertical axis.
         title: a heading over both panels.
+        shares: show metrics between 0 and 1 in percent; False if they are in percent already.
     """
     from matplotlib.figure import Figure  # a figure of its own: no pyplot, no global backend
     from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
@@ -143,7 +145,7 @@ def plot_runs(
     over_rounds.set_xlabel("round")
     over_rounds.xaxis.set_major_locator(MaxNLocator(integer=True))
     over_rounds.set_ylabel(metric)
-    if all(0 <= value <= 1 for points in runs.values() for _, _, value in points):
+    if shares and all(0 <= value <= 1 for points in runs.values() for _, _, value in points):
         over_rounds.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     over_mib.set_xlabel("MiB over the cut, both directions, all clients")
     if logarithmic:
@@ -153,6 +155,45 @@ def plot_runs(
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=min(len(runs), 5), frameon=False, handlelength=3.5)
+    if title is not None:
+        figure.suptitle(title, fontsize=11)
+    figure.savefig(path)
+
+
+def plot_lines(
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
+    path: str | os.PathLike[str],
+    *,
+    xlabel: str = "round",
+    title: str | None = None,
+) -> None:
+    """Save a picture with a panel for each quantity and the same runs in all of them.
+
+    Args:
+        panels: for each quantity, the label of its vertical axis, each run's (x, y).
+        path: the file to write.
+        xlabel: the label of the horizontal axes.
+        title: a heading over the panels.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(5 * len(panels), 4.4), dpi=150, layout="constrained")
+    for first, (axes, (label, runs)) in enumerate(
+        zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True)
+    ):
+        styles = zip(cycle(_COLOURS), cycle(_MARKERS), cycle(_DASHES), strict=False)
+        for (name, points), (colour, marker, dash) in zip(runs.items(), styles, strict=False):
+            style = {"color": colour, "marker": marker, "linestyle": dash, "linewidth": 1.8, "markersize": 5}
+            x, y = zip(*points, strict=True) if points else ((), ())
+            axes.plot(x, y, label=name if first == 0 else None, **style)
+        axes.set_xlabel(xlabel)
+        axes.set_ylabel(label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    most = max((len(runs) for runs in panels.values()), default=1)
+    figure.legend(loc="outside lower center", ncols=min(most, 5), frameon=False, handlelength=3.5)
     if title is not None:
         figure.suptitle(title, fontsize=11)
     figure.savefig(path)

@@ -13,9 +13,14 @@ import torch
 from transformers.utils import logging
 
 from .. import __version__
-from . import cost_command, methods_command
+from . import compare_command, cost_command, methods_command, train_command
 
-COMMANDS = {"cost": cost_command, "methods": methods_command}
+COMMANDS = {
+    "compare": compare_command,
+    "cost": cost_command,
+    "methods": methods_command,
+    "train": train_command,
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -49,13 +54,15 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. What it was asked for goes to stdout, everything else to stderr."""
     arguments = make_parser().parse_args(argv)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)  # what is counted here is small, and threads only wait for each other
+    if not getattr(COMMANDS[arguments.command], "TRAINS", False):
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)  # what is counted here is small, and threads only wait for each other
     try:
-        print(arguments.run(arguments))
-        sys.stdout.flush()
+        answer = arguments.run(arguments)
+        if answer is not None:
+            print(answer, flush=True)
     except ValueError as error:
         arguments.refuse(str(error))
     except BrokenPipeError:  # the reader (head, say) has seen enough

@@ -1,0 +1,84 @@
+"""`coefsfl compare`: train many settings, as a spec lists them, and report them in the paper's tables."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..compare import Cell, Runner, expand, load_finished, load_spec, total, write_report
+from ..compare.runs import Summary
+from ..report import format_table
+
+EPILOG = """\
+A run is one process, and its folder tells what it has done: kill the comparison at any point and start it again, and
+only what is missing runs. The learning rate of each setting is chosen on the first seed. docs/comparing.md explains
+the spec and the report.
+
+example:
+  coefsfl compare recipes/compare/sick_nli.yaml --jobs 2
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add("spec", help="YAML file that lists tasks, splits, cuts, methods, learning rates and seeds")
+    add("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
+    add("--output_dir", "--output-dir", help="default: outputs/compare/NAME for NAME.yaml")
+    add("--runs_dir", "--runs-dir", help="folder of the runs, which specs may share (default: runs in --output_dir)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--dry_run", "--dry-run", action="store_true", help="list the runs and start none")
+    what.add_argument("--report_only", "--report-only", action="store_true", help="rebuild the report of what is done")
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """Run what is missing and return the table; a failed run makes the status 1."""
+    if arguments.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, got {arguments.jobs}.")
+    spec = load_spec(arguments.spec)
+    cells = expand(spec)
+    root = Path(arguments.output_dir or Path("outputs", "compare", spec.name))
+    runs = Path(arguments.runs_dir or root / "runs")
+    if arguments.dry_run:
+        return _listing(cells, runs)
+    root.mkdir(parents=True, exist_ok=True)
+    if arguments.report_only:
+        return _answer(write_report(spec, cells, root, runs, load_finished(cells, runs)), root)
+
+    def refresh(finished: Mapping[str, Summary]) -> None:
+        write_report(spec, cells, root, runs, finished, list(runner.failures.values()), plots=False)
+
+    runner = Runner(cells, runs, jobs=arguments.jobs, on_finish=refresh)
+    try:
+        failures = runner.run()
+    except KeyboardInterrupt:
+        done = f"{len(runner.finished)} of {total(cells)} runs are done"
+        print(f"\nStopped; {done}. The same command goes on from there.", file=sys.stderr)
+        sys.exit(130)
+    text = write_report(spec, cells, root, runs, runner.finished, failures)
+    if not failures:
+        return _answer(text, root)
+    print(_answer(text, root), flush=True)
+    print(f"{len(failures)} runs failed; the same command tries them again:", file=sys.stderr)
+    print("\n".join(f"  {failure.run.id}: {failure.log}" for failure in failures), file=sys.stderr)
+    sys.exit(1)
+
+
+def _answer(text: str, root: Path) -> str:
+    return f"{text}\nReport: {root / 'report.html'}"
+
+
+def _listing(cells: list[Cell], runs_dir: Path) -> str:
+    finished = load_finished(cells, runs_dir)
+    rows = []
+    for cell in cells:
+        runs = cell.first()
+        row = {"task": cell.spec.title or cell.spec.task, "model": cell.spec.model, "split": cell.split.name}
+        row |= {"cut": str(cell.cut), "method": cell.variant.name}
+        planned = len(runs) + len(cell.spec.seeds) - 1
+        done = sum(run.id in finished for run in runs) + max(0, len(cell.results(finished)) - 1)
+        rows.append(row | {"runs": "--" if cell.refused else str(planned), "done": "" if cell.refused else str(done)})
+    notes = {f"-- {cell.variant.name}, {cell.spec.task}: {cell.refused}" for cell in cells if cell.refused}
+    return "\n".join([format_table(rows), "", *sorted(notes), f"{total(cells)} runs, {len(finished)} of them done."])

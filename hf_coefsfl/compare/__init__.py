@@ -1,0 +1,20 @@
+"""Comparisons: methods x splits x cuts x learning rates x seeds, run in worker processes and reported together."""
+
+from .reporting import write_report
+from .runner import Failure, Runner, load_finished
+from .runs import Cell, Run, expand, total
+from .spec import Spec, load_spec, parse_spec
+
+__all__ = [
+    "Cell",
+    "Failure",
+    "Run",
+    "Runner",
+    "Spec",
+    "expand",
+    "load_finished",
+    "load_spec",
+    "parse_spec",
+    "total",
+    "write_report",
+]

@@ -1,0 +1,233 @@
+"""Running a comparison: worker processes, one for each run, and nothing to remember but what they leave on disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import mean
+from types import FrameType
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from .folders import RunFolder, finished_runs
+from .runs import Cell, Run, Summary, total, upcoming, wanted
+
+WORKER = (sys.executable, "-m", "hf_coefsfl", "train")  # what a run is started with; its task and options follow
+_POLL, _POLL_OTHERS, _PATIENCE = 0.2, 2.0, 20.0  # seconds: our workers, those of others, of a worker asked to end
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that ended without a summary."""
+
+    run: Run
+    status: int
+    log: Path
+    last_lines: list[str]
+
+    def __str__(self) -> str:
+        ended = f"signal {-self.status}" if self.status < 0 else f"status {self.status}"
+        lines = "\n".join(f"    {line}" for line in self.last_lines) or "    (nothing)"
+        return f"{self.run.id} ended with {ended} and without a summary. The end of {self.log}:\n{lines}"
+
+
+@dataclass
+class _Worker:
+    folder: RunFolder
+    process: subprocess.Popen[bytes]
+    slot: int
+    started: float
+
+
+class Runner:
+    """Runs what is missing of a comparison.
+
+    Args:
+        cells: the settings.
+        folder: holds a folder for each run.
+        jobs: how many runs at a time.
+        on_finish: called with all finished runs after each one.
+        worker: the command of a worker. Default: `WORKER`.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        folder: Path,
+        *,
+        jobs: int = 1,
+        on_finish: Callable[[Mapping[str, Summary]], None] | None = None,
+        worker: Sequence[str] | None = None,
+    ):
+        self.cells, self.folder, self.jobs, self.on_finish, self.command = (
+            cells,
+            folder,
+            jobs,
+            on_finish,
+            tuple(worker or WORKER),
+        )
+        self.finished = load_finished(cells, folder)
+        self.failures: dict[str, Failure] = {}
+        self.workers: list[_Worker] = []
+        self._elsewhere: dict[str, float] = {}  # runs that other processes hold, and when to look again
+
+    def run(self) -> list[Failure]:
+        """Run until nothing is left, and return what failed. Ends its workers if it is interrupted."""
+        previous = _interrupt_on_termination()
+        planned = total(self.cells)
+        with tqdm(total=planned, initial=len(self.finished), file=sys.stderr, unit="run", disable=None) as bar:
+            bar.bar_format = "{n_fmt}/{total_fmt} runs |{bar:20}| {elapsed}{postfix}"
+            try:
+                self._report(bar)
+                while self._step(bar):
+                    time.sleep(_POLL)
+            finally:
+                self._end_workers()
+                if previous is not None:
+                    signal.signal(signal.SIGTERM, previous)
+        return list(self.failures.values())
+
+    def _step(self, bar: Any) -> bool:
+        """Take in what has ended, fill the free slots, and say whether there is more to wait for."""
+        for worker in [w for w in self.workers if w.process.poll() is not None]:
+            self.workers.remove(worker)
+            self._ended(worker, bar)
+        running = {worker.folder.run.id for worker in self.workers}
+        missing = [run for run in upcoming(self.cells, self.finished, self.failures) if run.id not in running]
+        for run in missing:
+            if len(self.workers) < self.jobs and time.monotonic() >= self._elsewhere.get(run.id, 0.0):
+                self._start(RunFolder(self.folder, run), bar)
+        self._report(bar)
+        return bool(missing or self.workers)
+
+    def _start(self, folder: RunFolder, bar: Any) -> None:
+        lock = folder.hold()
+        if lock is None:
+            self._elsewhere[folder.run.id] = time.monotonic() + _POLL_OTHERS
+            return
+        try:
+            summary = folder.summary()  # who held it before may have finished it
+            if summary is not None:
+                self._finish(folder, summary, bar)
+                return
+            slot = min(set(range(self.jobs)) - {worker.slot for worker in self.workers})
+            options = folder.write_options()
+            with folder.log.open("ab") as log:
+                process = subprocess.Popen(
+                    [*self.command, folder.run.task, str(options)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=worker_environment(self.jobs, slot),
+                    pass_fds=(lock,) if os.name == "posix" else (),
+                )
+        finally:
+            os.close(lock)  # the worker has its own copy, with which the lock lives on
+        self.workers.append(_Worker(folder, process, slot, time.monotonic()))
+
+    def _ended(self, worker: _Worker, bar: Any) -> None:
+        folder, status = worker.folder, worker.process.returncode
+        summary = folder.summary()
+        if summary is None:
+            failure = Failure(folder.run, status, folder.log, folder.last_lines())
+            self.failures[folder.run.id] = failure
+            tqdm.write(f"Failed: {failure}", file=sys.stderr)
+        else:
+            self._finish(folder, summary, bar)
+
+    def _finish(self, folder: RunFolder, summary: Summary, bar: Any) -> None:
+        self.finished[folder.run.id] = summary
+        bar.update()
+        scores = ", ".join(f"{name} {value:.1f}" for name, value in summary["scores"].items() if value is not None)
+        seconds = float(summary.get("seconds") or 0)
+        tqdm.write(f"{len(self.finished)}/{bar.total} {folder.run.id}: {scores} ({seconds:.0f} s)", file=sys.stderr)
+        if self.on_finish is not None:
+            self.on_finish(self.finished)
+
+    def _report(self, bar: Any) -> None:
+        left = self.seconds_left()
+        parts = [f"about {timedelta(seconds=round(left))} left"] if left else []
+        parts += [worker.folder.run.id.rpartition("-")[0] for worker in self.workers]
+        if self.failures:
+            parts.append(f"{len(self.failures)} failed")
+        bar.set_postfix_str("; ".join(parts))
+
+    def seconds_left(self) -> float | None:
+        """Return an estimate from the finished runs most like the missing ones; None without any."""
+        if not self.finished:
+            return None
+        by_kind: dict[tuple[str, ...], list[float]] = {}
+        for summary in self.finished.values():
+            method, seconds = str(summary.get("method")), float(summary.get("seconds") or 0)
+            for kind in ((str(summary.get("task")), method), (method,), ()):
+                by_kind.setdefault(kind, []).append(seconds)
+
+        def expected(task: str, method: str) -> float:
+            return mean(next(by_kind[kind] for kind in ((task, method), (method,), ()) if kind in by_kind))
+
+        work = 0.0
+        for cell in wanted(self.cells):
+            chosen = cell.chosen(self.finished)
+            done = [run.id in self.finished for run in cell.first() + (cell.later(chosen) if chosen else [])]
+            planned = len(cell.first()) + len(cell.spec.seeds) - 1
+            work += (planned - sum(done)) * expected(cell.spec.task, cell.variant.method)
+        now = time.monotonic()
+        for w in self.workers:
+            work -= min(now - w.started, expected(w.folder.run.task, w.folder.run.options["method"]))
+        return work / self.jobs
+
+    def _end_workers(self) -> None:
+        """Ask the workers to end, and make them if they do not."""
+        for worker in self.workers:
+            worker.process.terminate()
+        deadline = time.monotonic() + _PATIENCE
+        for worker in self.workers:
+            try:
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+        self.workers.clear()
+
+
+def load_finished(cells: Sequence[Cell], folder: Path) -> dict[str, Summary]:
+    """Return the summaries of all finished runs of the settings, by id."""
+    first = finished_runs(folder, (run for cell in wanted(cells) for run in cell.first()))
+    rates = [(cell, cell.chosen(first)) for cell in wanted(cells)]
+    return first | finished_runs(folder, (run for cell, rate in rates if rate is not None for run in cell.later(rate)))
+
+
+def worker_environment(jobs: int, slot: int) -> dict[str, str]:
+    """Return the environment of a worker: its share of the cores, and one of the GPUs."""
+    environment = {"TOKENIZERS_PARALLELISM": "false", **os.environ}
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = [d for d in visible.split(",") if d] if visible is not None else _gpus()
+    if devices:
+        environment["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
+    return environment
+
+
+def _gpus() -> list[str]:
+    return [str(i) for i in range(torch.cuda.device_count())]
+
+
+def _interrupt_on_termination() -> Any:
+    """Let SIGTERM end a comparison as Ctrl-C does. Returns the handler before; None outside the main thread."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        return signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:
+        return None
