@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging as transformers_logging
 
 from . import __version__
 from .adapters import default_lora
+from .checkpoints import last_whole
 from .config import SplitFedConfig
 from .hub import UploadError
 from .options import parse_options
@@ -108,10 +108,7 @@ def paper_share(num_blocks: int) -> int:
 def _checkpoint(config: SplitFedConfig) -> str | None:
     """Return the checkpoint to go on from; "last" is the newest of the output folder, if there is any."""
     wanted = config.resume_from_checkpoint
-    if wanted != "last":
-        return wanted
-    folder = str(config.output_dir)
-    return get_last_checkpoint(folder) if os.path.isdir(folder) else None
+    return last_whole(str(config.output_dir)) if wanted == "last" else wanted
 
 
 def _final_metrics(trainer: SplitFedTrainer) -> dict[str, float]:

@@ -6,7 +6,6 @@ import atexit
 import json
 import logging
 import os
-import re
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -21,10 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import distributed, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, Trainer, set_seed
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints
 from transformers.utils import PushInProgress
 
 from .adapters import default_lora, save_halves, trainable_sides
+from .checkpoints import clear, fault, is_checkpoint, last_whole, seal
 from .config import SplitFedConfig
 from .federation import Federation
 from .hub import Upload, UploadError, check_token, make_repo
@@ -209,7 +209,19 @@ class SplitFedTrainer(Trainer):
     # ---- What Trainer asks for ----
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train for `args.num_rounds` rounds. Without a checkpoint to resume from, the ledger starts anew."""
+        """Train for `args.num_rounds` rounds.
+
+        `resume_from_checkpoint` is a checkpoint, or True for the last whole one of the output folder. Without it the
+        ledger starts anew.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_whole(self.args.output_dir or "")
+            if resume_from_checkpoint is None:
+                raise ValueError(f"There is no whole checkpoint in {self.args.output_dir} to resume from.")
+        elif resume_from_checkpoint:
+            wrong = fault(Path(resume_from_checkpoint))
+            if wrong is not None:
+                raise ValueError(f"The checkpoint {resume_from_checkpoint} cannot be resumed from: {wrong}.")
         self.ledger, self._reports = Ledger(), []
         if self.simulation is not None:
             self.simulation.staleness = []
@@ -295,7 +307,7 @@ class SplitFedTrainer(Trainer):
         folder = Path(output_dir or self.args.output_dir or "")
         super()._save(str(folder), state_dict=state_dict)
         (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; the JSON beside it says the same
-        (folder / ARGS_NAME).write_text(json.dumps(self.args.to_dict(), indent=2, default=str) + "\n")
+        self._save_arguments(folder)
         self.ledger.save(folder / LEDGER_NAME)
         if self.simulation is not None:
             state = self.simulation.method.state_dict()
@@ -305,9 +317,30 @@ class SplitFedTrainer(Trainer):
             if self.simulation.staleness:
                 save_probe(self.simulation.staleness, folder / PROBE_NAME)
         # Trainer takes adapter folders inside a checkpoint for further adapters and would load those.
-        if not re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", folder.name):
+        if not is_checkpoint(folder):
             save_halves(self.split, folder)
             write_card(self, folder)  # over PEFT's
+
+    def _save_arguments(self, folder: Path) -> None:
+        (folder / ARGS_NAME).write_text(json.dumps(self.args.to_dict(), indent=2, default=str) + "\n")
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint and seal it; only then are older ones deleted."""
+        args, output_dir = self.args, self._get_output_dir(trial=trial)
+        folder = Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if args.should_save:
+            clear(folder)
+        self.accelerator.wait_for_everyone()
+        limit, args.save_total_limit = args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()  # each process has left its random state there
+        if args.should_save:
+            self._save_arguments(folder)
+            seal(folder)
+            rotate_checkpoints(output_dir, limit, self.state.best_model_checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if isinstance(self.model, PeftModel):

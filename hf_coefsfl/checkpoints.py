@@ -1,0 +1,85 @@
+"""Checkpoints that are whole or do not count: a seal, written last, lists every file with its size and checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+logger = logging.getLogger(__name__)
+SEAL_NAME = "sealed.json"
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder has the name of a checkpoint."""
+    return re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", folder.name) is not None
+
+
+def clear(folder: Path) -> None:
+    """Remove what an interrupted save left where a checkpoint is to be written."""
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def seal(folder: Path) -> None:
+    """Declare a checkpoint whole. Its files reach the disk before the seal does."""
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            name = path.relative_to(folder).as_posix()
+            files[name] = {"bytes": path.stat().st_size, "sha256": _checksum(path)}
+    unfinished = folder / f"{SEAL_NAME}.partial"
+    with unfinished.open("w", encoding="utf-8") as file:
+        json.dump(files, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, folder / SEAL_NAME)
+
+
+def fault(folder: Path) -> str | None:
+    """Return what is wrong with a checkpoint, or None if it is whole."""
+    if not folder.is_dir():
+        return "there is no such folder"
+    try:
+        sealed = json.loads((folder / SEAL_NAME).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return f"it has no {SEAL_NAME}: its writing was interrupted"
+    except ValueError:
+        return f"its {SEAL_NAME} cannot be read"
+    for name, expected in sealed.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
+        if _checksum(path) != expected["sha256"]:
+            return f"the content of {name} has changed"
+    return None
+
+
+def last_whole(output_dir: str | os.PathLike[str]) -> str | None:
+    """Return the newest whole checkpoint of a run, if there is any; the broken ones are named and passed over."""
+    folder = Path(output_dir)
+    found = [path for path in folder.iterdir() if is_checkpoint(path)] if folder.is_dir() else []
+    for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
+        wrong = fault(path)
+        if wrong is None:
+            return str(path)
+        logger.warning("The checkpoint %s is passed over: %s.", path, wrong)
+    return None
+
+
+def _checksum(path: Path) -> str:
+    """Return the SHA-256 of a file, of what the disk holds."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        while part := file.read(1 << 20):
+            found.update(part)
+    return found.hexdigest()
