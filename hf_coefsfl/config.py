@@ -16,6 +16,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "partition": ("iid", "dirichlet", "column"),
     "dropout": ("synced", "off"),
     "head": ("full", "lora", "frozen"),
+    "on_client_failure": ("raise", "skip"),
 }
 _HUB_STRATEGIES = ("end", "every_save")
 
@@ -84,6 +85,14 @@ class SplitFedConfig(TrainingArguments):
     num_rounds: int = field(default=100, metadata={"help": "Number of communication rounds."})
     local_epochs: int = field(default=1, metadata={"help": "Epochs of local updates in a round."})
 
+    on_client_failure: str = field(
+        default="raise",
+        metadata={"help": "A client whose data raises or whose round gives NaN: raise, or skip it in the average."},
+    )
+    client_dropout_rate: float = field(
+        default=0.0, metadata={"help": "Share of the sampled clients that is lost in a round, to simulate it."}
+    )
+
     # --- Partition of a single dataset ---
     partition: str = field(
         default="iid", metadata={"help": "iid, dirichlet (label skew) or column (a client a value)."}
@@ -123,6 +132,8 @@ class SplitFedConfig(TrainingArguments):
                 f"participation={self.participation} selects nobody or more than everybody. Give the share of clients "
                 "of a round, above 0 and at most 1 (at least one client is always sampled)."
             )
+        if not 0 <= self.client_dropout_rate <= 1:
+            raise ValueError(f"client_dropout_rate={self.client_dropout_rate} must be a share between 0 and 1.")
         if not (self.dirichlet_alpha > 0 and math.isfinite(self.dirichlet_alpha)):
             raise ValueError(f"dirichlet_alpha={self.dirichlet_alpha} must be a finite number above 0.")
         if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):

@@ -23,19 +23,23 @@ def unflatten_(tensors: Sequence[Tensor], flat: Tensor) -> None:
 
 
 def federated_average(
-    mine: Mapping[int, Tensor], clients: Sequence[int], weights: Sequence[float], length: int, accelerator: Accelerator
+    mine: Mapping[int, Tensor],
+    weights: Mapping[int, float],
+    owners: Mapping[int, int],
+    length: int,
+    accelerator: Accelerator,
 ) -> Tensor:
-    """Return Σₖ wₖ vₖ / Σₖ wₖ over the vectors vₖ (of `length` entries) of all clients of a round.
+    """Return Σₖ wₖ vₖ / Σₖ wₖ over the vectors vₖ (of `length` entries) of the clients that `weights` names.
 
-    `mine` holds the vectors of the clients that this process trained; `clients[i]` was trained by
-    process i mod N. The sum runs in client order, one client at a time: floating-point addition
+    `mine` holds the vectors of the clients that this process trained; `owners` says which process
+    trained a client. The sum runs in client order, one client at a time: floating-point addition
     is not associative, so only a fixed order gives the same bits for one process and for many.
     """
-    total = sum(weights)
+    total = sum(weights.values())
     mean = torch.zeros(length, device=accelerator.device)
-    for position, (client, weight) in enumerate(zip(clients, weights, strict=True)):
+    for client, weight in sorted(weights.items()):
         vector = mine[client] if client in mine else torch.empty(length, device=accelerator.device)
         if accelerator.num_processes > 1:
-            vector = broadcast(vector, from_process=position % accelerator.num_processes)
+            vector = broadcast(vector, from_process=owners[client])
         mean += vector * (weight / total)
     return mean

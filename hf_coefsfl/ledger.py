@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,7 +18,9 @@ from .links import LocalLink, Meter
 from .sides import Observations, ServerSide
 
 # Over several rounds these add up; the others are averaged.
-SUMMED = ("bytes_up", "bytes_down", "transfers", "client_seconds", "server_seconds")
+SUMMED = ("bytes_up", "bytes_down", "transfers", "client_seconds", "server_seconds", "failed_clients")
+
+DROPPED = "dropped out"  # a failure on purpose, of `client_dropout_rate`
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,13 @@ class ClientReport:
     client_seconds: float
     server_seconds: float
     kept: dict[str, Tensor]  # what the method keeps, see `Method.merge`
-    failed_side: str | None = None  # the side on which NaN or infinity came up first
+    failure: str | None = None  # why the client is left out of the average
+
+    @classmethod
+    def of_absent(cls, reason: str, num_samples: int) -> ClientReport:
+        """Report on a client that gave nothing."""
+        nothing = math.nan
+        return cls(num_samples, nothing, nothing, nothing, nothing, Meter(), 0.0, 0.0, {}, reason)
 
     @classmethod
     def of(cls, link: LocalLink, server: ServerSide, seconds: float, num_samples: int) -> ClientReport:
@@ -53,8 +62,13 @@ class ClientReport:
             client_seconds=link.client_seconds,
             server_seconds=seconds - link.client_seconds,
             kept={**link.client.kept, **server.kept},
-            failed_side=_failed_side(client, seen),
+            failure=_failure(client, seen, server_loss),
         )
+
+
+def _failure(client: Observations, server: Observations, server_loss: float) -> str | None:
+    side = _failed_side(client, server)
+    return f"NaN or infinity on the {side} side (server loss {server_loss})" if side is not None else None
 
 
 def _failed_side(client: Observations, server: Observations) -> str | None:
@@ -76,11 +90,16 @@ def gather_reports(mine: dict[int, ClientReport], accelerator: Accelerator) -> d
 
 
 def summarize(reports: dict[int, ClientReport]) -> dict[str, float]:
-    """Return a round's numbers: means weighted by the clients' samples, and sums of bytes, transfers and seconds."""
-    total = sum(report.num_samples for report in reports.values())
+    """Return a round's numbers: means weighted by the clients' samples, and sums of bytes, transfers and seconds.
+
+    A client that failed counts in the sums only; there are no means of a round in which all did.
+    """
+    sound = [report for report in reports.values() if report.failure is None]
+    total = sum(report.num_samples for report in sound)
     means = {
-        name: sum(getattr(report, name) * report.num_samples for report in reports.values()) / total
+        name: sum(getattr(report, name) * report.num_samples for report in sound) / total
         for name in ("server_loss", "client_loss", "displacement_norm", "correction_ratio")
+        if sound
     }
     sums = {
         "bytes_up": sum(sum(report.meter.up.values()) for report in reports.values()),
@@ -89,7 +108,8 @@ def summarize(reports: dict[int, ClientReport]) -> dict[str, float]:
         "client_seconds": sum(report.client_seconds for report in reports.values()),
         "server_seconds": sum(report.server_seconds for report in reports.values()),
     }
-    return means | sums
+    failed = len(reports) - len(sound)
+    return means | sums | ({"failed_clients": failed} if failed else {})
 
 
 @dataclass
@@ -101,7 +121,8 @@ class Ledger:
     def add(self, round_index: int, reports: Mapping[str, ClientReport]) -> None:
         """Enter a round; rounds are counted from 1, clients go by their names."""
         for client, report in reports.items():
-            self.entries.append({"round": round_index + 1, "client": client, **asdict(report.meter)})
+            failure = {"failure": report.failure} if report.failure is not None else {}
+            self.entries.append({"round": round_index + 1, "client": client, **asdict(report.meter), **failure})
 
     @property
     def total(self) -> Meter:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 
 # The streams of random numbers drawn from one run seed; their order is part of every result.
-_STREAMS = ("clients", "batches", "client_forward", "server_forward", "method", "partition", "data")
+_STREAMS = ("clients", "batches", "client_forward", "server_forward", "method", "partition", "data", "dropped")
 
 
 def derive_seed(seed: int, stream: str, *key: int) -> int:
@@ -30,6 +30,21 @@ def sample_clients(seed: int, round_index: int, num_clients: int, participation:
     generator = np.random.default_rng(derive_seed(seed, "clients", round_index))
     drawn = generator.choice(num_clients, num_sampled(num_clients, participation), replace=False)
     return sorted(int(client) for client in drawn)
+
+
+def is_dropped(seed: int, round_index: int, client: int, rate: float) -> bool:
+    """Return whether a sampled client is lost in a round, which happens to a share `rate` of them."""
+    return bool(np.random.default_rng(derive_seed(seed, "dropped", round_index, client)).random() < rate)
+
+
+def assign_clients(sizes: Mapping[int, int], num_processes: int) -> dict[int, int]:
+    """Return the process of each client: the largest first, each to the process with the fewest samples so far."""
+    loads = [0] * num_processes
+    owners = {}
+    for client in sorted(sizes, key=lambda client: (-sizes[client], client)):
+        owners[client] = loads.index(min(loads))
+        loads[owners[client]] += sizes[client]
+    return owners
 
 
 def shuffled_batches(

@@ -20,13 +20,21 @@ from .double_backward import differentiable_attention
 from .fedavg import federated_average, flatten, unflatten_
 from .federation import Federation
 from .flops import CountedLink, OperationCounter
-from .ledger import ClientReport, gather_reports
+from .ledger import DROPPED, ClientReport, gather_reports
 from .links import LocalLink, synchronize
 from .methods import GradientReuse, Method, make_method
 from .methods.base import Kept
 from .outputs import Task
 from .probe import ProbePoint, probe_staleness
-from .rounds import derive_seed, preserved_random_state, sample_clients, set_random_state, shuffled_batches
+from .rounds import (
+    assign_clients,
+    derive_seed,
+    is_dropped,
+    preserved_random_state,
+    sample_clients,
+    set_random_state,
+    shuffled_batches,
+)
 from .sides import ClientSide, ServerSide, Setting
 from .split import SplitModel
 
@@ -62,36 +70,75 @@ class Simulation:
     def run_round(self, round_index: int, learning_rate: float, progress: bool = False) -> dict[int, ClientReport]:
         """Train the sampled clients from the global weights, average, and return their reports in client order."""
         clients = sample_clients(self.args.seed, round_index, len(self.federation), self.args.participation)
+        sizes = {client: self.federation.sizes[client] for client in clients}
+        owners = assign_clients(sizes, self.accelerator.num_processes)
+        mine = [client for client in clients if owners[client] == self.accelerator.process_index]
         parameters = [*self.client_parameters.values(), *self.server_parameters.values()]
         initial = flatten(parameters)
         trained: dict[int, torch.Tensor] = {}
         reports: dict[int, ClientReport] = {}
         self._set_mode()
-        mine = clients[self.accelerator.process_index :: self.accelerator.num_processes]
         with preserved_random_state():
             for client in tqdm(mine, desc=f"round {round_index + 1}: clients", leave=False, disable=not progress):
                 unflatten_(parameters, initial)
-                batches = self._client_batches(round_index, client)
-                reports[client] = self._train_client(round_index, client, batches, learning_rate)
+                reports[client] = self._run_client(round_index, client, learning_rate)
                 trained[client] = flatten(parameters)
-                if client == clients[0] and self._is_probed(round_index):
-                    unflatten_(parameters, initial)
-                    self._probe(round_index, client, batches, learning_rate)
-                if client == clients[0] and self.args.count_flops:
-                    unflatten_(parameters, initial)
-                    self._count_operations(round_index, client, batches, learning_rate)
+                if client == clients[0] and reports[client].failure is None:
+                    self._examine(round_index, client, learning_rate, initial)
+                for parameter in parameters:
+                    parameter.grad = None
         unflatten_(parameters, initial)  # they stay if a client failed
-        for parameter in parameters:
-            parameter.grad = None
         reports = gather_reports(reports, self.accelerator)
-        self._raise_on_failure(round_index, reports)
-        sizes = [float(self.federation.sizes[client]) for client in clients]
-        mean = federated_average(trained, clients, sizes, len(initial), self.accelerator)
-        unflatten_(parameters, mean)
-        self.update_norm = (mean - initial).norm().item()
-        kept = [Kept(client, report.num_samples, report.kept) for client, report in reports.items()]
-        self.round_method(round_index).merge(kept)
+        weights = self._surviving(round_index, reports)
+        if weights:
+            mean = federated_average(trained, weights, owners, len(initial), self.accelerator)
+            unflatten_(parameters, mean)
+            kept = [Kept(client, reports[client].num_samples, reports[client].kept) for client in weights]
+            self.round_method(round_index).merge(kept)
+        self.update_norm = (flatten(parameters) - initial).norm().item()
         return reports
+
+    def _run_client(self, round_index: int, client: int, learning_rate: float) -> ClientReport:
+        """Train a client; what it raises is reported where failing clients are skipped."""
+        size = self.federation.sizes[client]
+        if is_dropped(self.args.seed, round_index, client, self.args.client_dropout_rate):
+            return ClientReport.of_absent(DROPPED, size)
+        try:
+            batches = self._client_batches(round_index, client)
+            return self._train_client(round_index, client, batches, learning_rate)
+        except Exception as error:
+            if self.args.on_client_failure == "raise":
+                raise
+            return ClientReport.of_absent(f"{type(error).__name__}: {error}", size)
+
+    def _surviving(self, round_index: int, reports: dict[int, ClientReport]) -> dict[int, float]:
+        """Return the weights of the clients to average; a failure is an error, or is told and passed over."""
+        for client, report in reports.items():
+            if report.failure is None:
+                continue
+            told = f"Round {round_index + 1}, client {self.federation.name(client)}: {report.failure}."
+            if self.args.on_client_failure == "raise" and report.failure != DROPPED:
+                raise ValueError(
+                    f"{told} The global weights are those of the round before and checkpoints are untouched. Lower "
+                    "learning_rate or the method's compensation, set max_grad_norm, look at this client's data, or "
+                    "set on_client_failure='skip'."
+                )
+            if self.accelerator.is_main_process:
+                logger.warning("%s It is left out of the average.", told)
+        weights = {c: float(report.num_samples) for c, report in reports.items() if report.failure is None}
+        if not weights and self.accelerator.is_main_process:
+            logger.warning("Round %d: no client is left. The weights stay as they are.", round_index + 1)
+        return weights
+
+    def _examine(self, round_index: int, client: int, learning_rate: float, initial: torch.Tensor) -> None:
+        """Measure staleness and count operations on one client, where asked for; the weights are left changed."""
+        parameters = [*self.client_parameters.values(), *self.server_parameters.values()]
+        if self._is_probed(round_index):
+            unflatten_(parameters, initial)
+            self._probe(round_index, client, self._client_batches(round_index, client), learning_rate)
+        if self.args.count_flops:
+            unflatten_(parameters, initial)
+            self._count_operations(round_index, client, self._client_batches(round_index, client), learning_rate)
 
     def round_method(self, round_index: int) -> Method:
         """Return vanilla SFL in the warm-up rounds, then the method of the run."""
@@ -189,13 +236,3 @@ class Simulation:
             for module in half.modules():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.eval()  # running statistics are not averaged over clients
-
-    def _raise_on_failure(self, round_index: int, reports: dict[int, ClientReport]) -> None:
-        for client, report in reports.items():
-            if report.failed_side is not None:
-                raise ValueError(
-                    f"Round {round_index + 1}, client {self.federation.name(client)}: NaN or infinity on the "
-                    f"{report.failed_side} side (server loss {report.server_loss}). The global weights are those of "
-                    "the round before and checkpoints are untouched. Lower learning_rate or the method's compensation, "
-                    "set max_grad_norm, or look at this client's data."
-                )

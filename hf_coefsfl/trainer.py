@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import math
 import os
 from concurrent.futures import Future
 from dataclasses import replace
@@ -283,7 +284,7 @@ class SplitFedTrainer(Trainer):
             if probed:
                 save_probe(self.simulation.staleness, folder / PROBE_NAME)
                 plot_probe(self.simulation.staleness, (folder / PROBE_NAME).with_suffix(".png"))
-        return torch.tensor(summary["server_loss"], device=self.args.device)
+        return torch.tensor(summary.get("server_loss", math.nan), device=self.args.device)  # NaN: Trainer's mean
 
     def _counted(self, reports: dict[int, ClientReport]) -> dict[str, float]:
         """Return the GFLOPs of each side, per sample as counted on one client, and for all samples of the round."""
