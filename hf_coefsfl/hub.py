@@ -31,6 +31,7 @@ NOT_UPLOADED = (
     "checkpoint-*",
     "_*",
     ".*",  # .env and the like
+    "*/.*",
     *("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.joblib"),  # pickles run code when they are read
     "*method_state.safetensors",  # FSL-SAGE's holds smashed data of the clients
     "*.tfevents.*",  # TensorBoard's are named after the machine

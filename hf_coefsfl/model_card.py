@@ -58,7 +58,7 @@ def write_card(trainer: SplitFedTrainer, folder: Path) -> None:
     """Write `README.md`, and `curves.png` if there was an evaluation, into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     history = trainer.state.log_history
-    rounds = evaluations(history[: _end(history)]) or evaluations(history)
+    rounds = evaluated_rounds(history)
     metric, table = "", ""
     if rounds:
         metric = main_metric(rounds)
@@ -103,6 +103,11 @@ def evaluations(history: Sequence[Mapping[str, Any]]) -> dict[int, Results]:
         if metrics:
             found[int(entry["step"])] = found.get(int(entry["step"]), {}) | metrics
     return found
+
+
+def evaluated_rounds(history: Sequence[Mapping[str, Any]]) -> dict[int, Results]:
+    """Return the metrics of each round that training evaluated; without any, of what came after it."""
+    return evaluations(history[: _end(history)]) or evaluations(history)
 
 
 def _end(history: Sequence[Mapping[str, Any]]) -> int:
@@ -285,6 +290,10 @@ class _Run:
         table = format_table(rows, {"what": "", "up": ",.3f", "down": ",.3f"}, markdown=True)
         return {"transfers": total.transfers, "mib_up": f"{up:,.3f}", "mib_down": f"{down:,.3f}", "traffic": table}
 
+    def _head_options(self) -> str:
+        """Return what a new head needs, whatever the base model was trained to tell apart."""
+        return f", num_labels={self.model.config.num_labels}, ignore_mismatched_sizes=True"
+
     def loading(self) -> dict[str, Any]:
         """What the code blocks need, and the versions."""
         from . import __version__
@@ -298,7 +307,7 @@ class _Run:
             "model_module": "transformers" if getattr(transformers, kind.__name__, None) is kind else kind.__module__,
             "model_class": kind.__name__,
             "base_id": public_name(self.base) if self.base else "path/to/base-model",
-            "base_options": f", num_labels={self.model.config.num_labels}" if "Classif" in kind.__name__ else "",
+            "base_options": self._head_options() if "Classif" in kind.__name__ else "",
             "blocks": f', blocks="{self.args.blocks}"' if self.args.blocks else "",
             "versions": [("hf_coefsfl", __version__), *((name, version(name)) for name in _PACKAGES)],
         }

@@ -81,6 +81,11 @@ def make_parser(
         dataset_name=task.dataset_name,
         **_DEFAULTS,
     )
+    for action in [action for action in parser._actions if action.dest in _GIVEN]:
+        parser._remove_action(action)
+        parser._optionals._group_actions.remove(action)
+        for option in action.option_strings:
+            del parser._option_string_actions[option]
     options = {action.dest: action for action in parser._actions if action.dest != "help"}
     _say_defaults(options, task)
     trainers = {f.name for f in dataclasses.fields(TrainingArguments)}
@@ -97,7 +102,7 @@ def make_parser(
             parser._optionals._group_actions.remove(action)
             group._group_actions.append(action)
     for action in parser._actions:
-        hidden = action.dest in _GIVEN or (not rare and action.dest in options and action.dest not in shown)
+        hidden = not rare and action.dest in options and action.dest not in shown
         if hidden or action.option_strings[:1] == ["--no_dataloader_pin_memory"]:
             action.help = argparse.SUPPRESS
     parser.add_argument(
@@ -120,6 +125,9 @@ def _say_defaults(options: dict[str, argparse.Action], task: type[FineTuningTask
         "method": f"One of {', '.join(sorted(METHODS))}; `coefsfl methods` tells more.",
         "cut": "Number of blocks on the client. Default: a third of the model's, the paper's share.",
         "output_dir": f"Where everything goes. Default: outputs/{task.name}-<method>.",
+        "weight_decay": "Weight decay of the local updates, on all trained parameters.",
+        "eval_strategy": "no, steps (every eval_steps rounds) or best.",
+        "hub_strategy": "every_save (in the background, and at the end) or end.",
         "resume_from_checkpoint": "Folder of a checkpoint to go on from, or `last`: the newest, if there is one.",
     }
     for name, text in told.items():
@@ -181,6 +189,10 @@ def _read_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
             raise ValueError(
                 f"{path}: there is no option {name!r}" + (f"; near it: {', '.join(near)}." if near else ".")
             )
+    found = {name: value for name, value in found.items() if value is not None}
+    for action in parser._actions:
+        if action.nargs in ("+", "*") and isinstance(found.get(action.dest), str):
+            found[action.dest] = [found[action.dest]]
     if isinstance(found.get("columns"), dict):
         found["columns"] = [f"{role}={column}" for role, column in found["columns"].items()]
     return found

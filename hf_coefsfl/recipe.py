@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +12,11 @@ from transformers.utils import logging as transformers_logging
 
 from . import __version__
 from .adapters import default_lora
-from .checkpoints import last_whole
+from .checkpoints import fault, last_whole
 from .config import SplitFedConfig
+from .files import to_json, write_atomically
 from .hub import UploadError
+from .model_card import CardArguments, evaluated_rounds, evaluations, final_results, public_name
 from .options import parse_options
 from .report import accuracy_curve
 from .split import find_blocks
@@ -47,19 +47,25 @@ def run(
     parser, arguments, config = parse_options(TASKS[task], method=method, description=description, prog=prog, argv=argv)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     transformers_logging.set_verbosity_warning()
+    if config.partition_column == "label":
+        config.partition_column = "labels"  # as all tasks call it
     try:
+        checkpoint = _checkpoint(config)
         job = TASKS[task](arguments, keep=config.partition_column)
         trainer, evaluated = make_trainer(job, config)
     except ValueError as error:
         parser.error(str(error))
-    trainer.train(resume_from_checkpoint=_checkpoint(config))
-    metrics = _final_metrics(trainer)
-    trainer.save_model(_internal_call=True)  # without a push: the summary and the whole card are to come
+    trainer.card_arguments = CardArguments(
+        dataset=public_name(job.dataset_id), dataset_args=job.dataset_config, tasks=job.pipeline_tag
+    )
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if config.load_best_model_at_end or trainer.state.global_step not in evaluations(trainer.state.log_history):
+        trainer.evaluate()
+    trainer.save_model(_internal_call=True)  # without a push: the summary is to come
     trainer.save_state()
-    trainer.create_model_card(dataset=_name(job.dataset_id), tasks=job.pipeline_tag)
     if trainer.is_world_process_zero():
-        summary = summarize(trainer, job, metrics, evaluated)
-        write_json(summary, Path(str(config.output_dir)) / SUMMARY_NAME)
+        summary = summarize(trainer, job, evaluated)
+        write_atomically(Path(str(config.output_dir)) / SUMMARY_NAME, to_json(summary))
         print(_last_words(summary, str(config.output_dir)), flush=True)
     if config.push_to_hub:
         try:
@@ -108,34 +114,26 @@ def paper_share(num_blocks: int) -> int:
 def _checkpoint(config: SplitFedConfig) -> str | None:
     """Return the checkpoint to go on from; "last" is the newest of the output folder, if there is any."""
     wanted = config.resume_from_checkpoint
-    return last_whole(str(config.output_dir)) if wanted == "last" else wanted
+    if wanted in (None, "last"):
+        return last_whole(str(config.output_dir)) if wanted else None
+    wrong = fault(Path(wanted))
+    if wrong is not None:
+        raise ValueError(f"resume_from_checkpoint={wanted!r}: {wrong}.")
+    return wanted
 
 
-def _final_metrics(trainer: SplitFedTrainer) -> dict[str, float]:
-    """Return the metrics of the final weights; those of the last round's evaluation, if it had one."""
-    last: dict[str, float] = {}
-    for entry in trainer.state.log_history:
-        if entry["step"] == trainer.state.global_step:
-            last |= {name: value for name, value in entry.items() if name.startswith("eval_")}
-    if last and not trainer.args.load_best_model_at_end:
-        return last
-    return trainer.evaluate()
-
-
-def summarize(
-    trainer: SplitFedTrainer, job: FineTuningTask, metrics: dict[str, float], evaluated: list[str]
-) -> dict[str, Any]:
+def summarize(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str]) -> dict[str, Any]:
     """Return what a table or a plot of several runs needs to know of this one."""
     args, history = trainer.args, trainer.state.log_history
-    trained = next((entry for entry in reversed(history) if "train_runtime" in entry), {})
+    metrics = final_results(trainer)
     assert trainer.federation is not None
     return {
         "task": job.name,
         "title": job.title,
         "method": args.method,
         "method_kwargs": args.method_kwargs or None,
-        "model": _name(job.model_id),
-        "dataset": _name(job.dataset_id),
+        "model": public_name(job.model_id),
+        "dataset": public_name(job.dataset_id),
         "cut": args.cut,
         "num_blocks": trainer.split.num_blocks,
         "partition": args.partition,
@@ -151,30 +149,25 @@ def summarize(
         "scores": job.scores(metrics, evaluated),
         "higher_is_better": job.higher_is_better,
         "metrics": metrics,
-        "curve": _curve(history, job, evaluated),
+        "curve": _curve(trainer, job, evaluated),
         "mib": trainer.ledger.mib,
         "transfers": trainer.ledger.total.transfers,
-        "seconds": trained.get("train_runtime"),
+        # Of both sides in all rounds, also those before an interruption.
+        "seconds": sum(entry.get(f"{side}_seconds", 0.0) for entry in history for side in ("client", "server")),
         "client_parameters": sum(p.numel() for p in trainer.client_parameters.values()),
         "server_parameters": sum(p.numel() for p in trainer.server_parameters.values()),
         "versions": _versions(),
     }
 
 
-def _curve(history: list[dict[str, Any]], job: FineTuningTask, evaluated: list[str]) -> list[dict[str, Any]]:
+def _curve(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str]) -> list[dict[str, Any]]:
     """Return the scores of each evaluated round, with the MiB that had crossed the cut by then."""
-    by_round: dict[int, dict[str, Any]] = {}
-    for entry in history:
-        evals = {name: value for name, value in entry.items() if name.startswith("eval_")}
-        if evals:
-            by_round.setdefault(int(entry["step"]), {}).update(evals)
-    merged = [entry for entry in history if "bytes_up" in entry]
-    merged += [{"step": step, "eval_any": 0.0} for step in by_round]
-    traffic = {step: mib for step, mib, _ in accuracy_curve(merged, "eval_any")} if by_round else {}
-    return [
-        {"round": step, "mib": traffic[step], "scores": job.scores(metrics, evaluated)}
-        for step, metrics in sorted(by_round.items())
-    ]
+    history = trainer.state.log_history
+    # After training comes an evaluation of the last round, or of the best one, which is a round's already.
+    rounds = evaluated_rounds(history) if trainer.args.load_best_model_at_end else evaluations(history)
+    traffic = [entry for entry in history if "bytes_up" in entry]
+    points = accuracy_curve([*traffic, *({"step": step, "eval_": 0.0} for step in rounds)], "eval_")
+    return [{"round": step, "mib": mib, "scores": job.scores(rounds[step], evaluated)} for step, mib, _ in points]
 
 
 def _versions() -> dict[str, str]:
@@ -184,19 +177,6 @@ def _versions() -> dict[str, str]:
 
     versions = {module.__name__: module.__version__ for module in (torch, transformers, peft)}
     return {"hf_coefsfl": __version__, **versions, "python": sys.version.split()[0]}
-
-
-def _name(path_or_id: str) -> str:
-    """Return a Hub id as it is, and the name of a local folder without where it lies."""
-    path = Path(path_or_id)
-    return path.resolve().name if path.exists() else path_or_id
-
-
-def write_json(content: dict[str, Any], path: Path) -> None:
-    """Write a file whole or not at all."""
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
 
 
 def _last_words(summary: dict[str, Any], folder: str) -> str:

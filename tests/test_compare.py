@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -28,7 +29,7 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 from hf_coefsfl.cli import main
 from hf_coefsfl.compare import Cell, Runner, expand, load_spec, parse_spec, runner, total, write_report
 from hf_coefsfl.compare.paper import paper_results, paper_tables, paper_value
-from hf_coefsfl.compare.results import gather
+from hf_coefsfl.compare.results import Score, gather
 from hf_coefsfl.compare.runner import worker_environment
 from hf_coefsfl.compare.runs import upcoming
 from hf_coefsfl.compare.table_formats import latex, markdown
@@ -107,6 +108,11 @@ def journal(folder: Path) -> Counter[str]:
         ),
         ({"tasks": {"task": "mnli"}}, "tasks must be a list"),
         ({"settings": {"learning_rate": 0.1}}, "gives 'learning_rate', which is set by learning_rates"),
+        ({"settings": {"hub_token": "hf_secret"}}, "gives 'hub_token', which is set by nothing"),
+        ({"settings": {"push_to_hub": True}}, "gives 'push_to_hub', which is set by nothing"),
+        ({"settings": {"cut": 3}}, "gives 'cut', which is set by cut or cuts"),
+        ({"settings": {"max_length": 64}}, r"tasks\[0\] .cifar100. gives 'max_length', which is no option"),
+        ({"splits": [{"name": "IID", "stride": 3}]}, "splits gives 'stride', which is no option"),
         ({"settings": {"num_rounds": 0}}, "num_rounds=0 must be a whole number of at least 1"),
         ({"settings": {"participation": 2}}, "participation=2"),
         ({"settings": ["num_rounds"]}, "settings must be a mapping"),
@@ -515,6 +521,11 @@ def test_the_report(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == [
         "cifar-100-vit-iid-cut-2-staleness.png", "cifar-100-vit-iid-cut-2.png",
     ]  # fmt: skip
+
+
+def test_a_diverged_seed_does_not_break_the_report() -> None:
+    score = Score("perplexity", (math.nan, 12.0), None)
+    assert math.isnan(score.std or 0.0) and Score("accuracy", (1.0, 3.0), None).std == pytest.approx(2**0.5)
 
 
 # ---- With the real worker ----

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from federated import config, images, texts, tiny_bert, tiny_vit, trainer
+from federated import CLASSES, config, images, texts, tiny_bert, tiny_vit, trainer
 from huggingface_hub import ModelCard
 from models import MODELS
 from transformers import TrainerCallback
@@ -133,7 +133,7 @@ The whole adapter, with PEFT:
 from peft import PeftModel
 from transformers import ViTForImageClassification
 
-base = ViTForImageClassification\.from_pretrained\("laboratory/tiny-vit", num_labels=3\)
+base = ViTForImageClassification\.from_pretrained\("laboratory/tiny-vit", num_labels=3, ignore_mismatched_sizes=True\)
 model = PeftModel\.from_pretrained\(base, "out"\)
 ```
 
@@ -143,7 +143,7 @@ Each half, with `hf_coefsfl`:
 from hf_coefsfl import load_adapter, split_model
 from transformers import ViTForImageClassification
 
-base = ViTForImageClassification\.from_pretrained\("laboratory/tiny-vit", num_labels=3\)
+base = ViTForImageClassification\.from_pretrained\("laboratory/tiny-vit", num_labels=3, ignore_mismatched_sizes=True\)
 split = split_model\(base, cut=2\)
 load_adapter\(split\.client, "out"\)
 load_adapter\(split\.server, "out"\)
@@ -237,8 +237,12 @@ def test_no_secret_and_no_path_of_this_machine(run: SplitFedTrainer) -> None:
 
 def test_the_code_of_the_card_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the folder beside it, with a base model that is a folder: by its name, which is no id of the Hub."""
-    tiny_vit().save_pretrained(tmp_path / "base")
-    model = transformers.ViTForImageClassification.from_pretrained(tmp_path / "base")
+    sizes = tiny_vit().config.to_dict() | {"num_labels": 7, "id2label": None, "label2id": None}
+    other = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes))
+    other.save_pretrained(tmp_path / "base")  # trained to tell other classes apart
+    model = transformers.ViTForImageClassification.from_pretrained(
+        tmp_path / "base", num_labels=CLASSES, ignore_mismatched_sizes=True
+    )
     run = trainer(tmp_path / "out", model, num_rounds=1, blocks="vit.layers", warmup_rounds=0)
     run.train()
     run.create_model_card(dataset=str(tmp_path / "secret" / "stripes"))

@@ -104,7 +104,7 @@ def test_run_leaves_all_files(posts: dict[str, str], capsys: pytest.CaptureFixtu
     assert summary["transfers"] == ledger["total"]["transfers"] > 0
     assert summary["dataset"] == "data" and summary["model"] == "model"  # names, not where they lie
     card = (out / "README.md").read_text()
-    assert "coef_j" in card.lower() or "CoeF-J" in card
+    assert "## Method: CoeF-J" in card and "trained on data" in card
     assert f"accuracy {summary['scores']['accuracy']:.1f}" in capsys.readouterr().out
 
 
@@ -122,6 +122,31 @@ def test_any_method_and_a_file_of_options(posts: dict[str, str], tmp_path: Path)
         assert config.method == "coef_d" and config.method_kwargs == {"compensation_factor": 10}
         assert config.num_rounds == 2 and config.learning_rate == 1e-3  # the command line overrules the file
         assert arguments.columns == ["text=body"] and config.output_dir == "outputs/newsgroups-coef_d"
+
+
+def test_one_word_in_a_file_is_a_list_of_one(tmp_path: Path) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text("eval_split: test\ncolumns: text=body\noutput_dir:\n")
+    _, arguments, config = parse_options(TASKS["newsgroups"], argv=[str(path)])
+    assert arguments.eval_split == ["test"] and arguments.columns == ["text=body"]
+    assert config.output_dir == "outputs/newsgroups-coef_j"  # an empty value is none
+
+
+def test_best_model_is_no_round_of_the_curve(posts: dict[str, str]) -> None:
+    best = {"load_best_model_at_end": "true", "metric_for_best_model": "accuracy", "eval_steps": "1", "save_steps": "1"}
+    run("newsgroups", argv=small(posts | best))
+    out = Path(posts["output_dir"])
+    history = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    evals = [entry["eval_accuracy"] for entry in history if "eval_accuracy" in entry]
+    summary = json.loads((out / "summary.json").read_text())
+    assert len(evals) == 4  # three rounds, then the best
+    assert [point["scores"]["accuracy"] for point in summary["curve"]] == [100 * value for value in evals[:3]]
+    assert summary["scores"]["accuracy"] == 100 * max(evals)
+
+
+def test_partition_by_label(posts: dict[str, str]) -> None:
+    run("newsgroups", argv=small(posts | {"partition": "dirichlet", "partition_column": "label", "num_rounds": "1"}))
+    assert json.loads((Path(posts["output_dir"]) / "summary.json").read_text())["partition"] == "dirichlet"
 
 
 def test_resumes_from_the_last_checkpoint(posts: dict[str, str]) -> None:
@@ -159,6 +184,8 @@ def test_help_is_grouped_and_complete(capsys: pytest.CaptureFixture[str]) -> Non
         (["--method", "coef_k"], "coef_k"),
         (["--participation", "2"], "participation=2.0 selects nobody or more than everybody"),
         (["--columns", "text"], r"columns='text' is not role=column. The roles here are text, label"),
+        (["--num_train_epochs", "3"], "unrecognized arguments: --num_train_epochs"),
+        (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint='nowhere': there is no such folder"),
         (["nothing.txt"], "nothing.txt is no .yaml or .json file of options"),
         (["missing.yaml"], "No such file.*missing.yaml"),
     ],

@@ -63,7 +63,7 @@ def test_hub_ids_and_columns() -> None:
         "cifar100": ("uoft-cs/cifar100", None),
         "food101": ("ethz/food101", None),
         "tiny_imagenet": ("zh-plus/tiny-imagenet", None),
-        "causal_lm": ("databricks/databricks-dolly-15k", None),
+        "causal_lm": ("trl-lib/tldr", None),
     }
     assert TASKS["cifar100"].columns == {"image": "img", "label": "fine_label"}
     assert arguments("newsgroups").max_length == 256
@@ -123,9 +123,33 @@ def test_labels_of_all_kinds() -> None:
         Dataset.from_dict({"label": ["spam", "ham"]}), {"dev": Dataset.from_dict({"label": ["ham"]})}
     )
     assert train["labels"][:] == [1, 0] and evals["dev"]["labels"][:] == [0] and names == ["ham", "spam"]
+    with pytest.raises(ValueError, match="No row has a label"):
+        with_class_labels(Dataset.from_dict({"label": [-1]}), {})
+    with pytest.raises(ValueError, match="labels are of several kinds: int, str"):
+        with_class_labels(numbers, {"dev": Dataset.from_dict({"label": ["ham"]})})
     hidden = Dataset.from_dict({"label": [-1]})
     with pytest.raises(ValueError, match="No row of test has a label"):
         with_class_labels(numbers, {"test": hidden})
+
+
+def test_string_labels_of_files(tmp_path: Path) -> None:
+    """CSV and what pandas writes come as another kind of strings, and with empty cells."""
+    (tmp_path / "rows.csv").write_text("text,label\na,spam\nb,\nc,ham\n")
+    Dataset.from_csv(str(tmp_path / "rows.csv")).to_pandas().to_parquet(tmp_path / "rows.parquet")
+    for name in ("rows.csv", "rows.parquet"):
+        train, _, names = with_class_labels(load_splits(str(tmp_path / name))["train"], {})
+        assert train["labels"][:] == [1, 0] and train["text"][:] == ["a", "c"] and names == ["ham", "spam"]
+
+
+def test_a_column_has_one_role() -> None:
+    rows = Dataset.from_dict({"premise": ["a"], "label": [0]})
+    with pytest.raises(ValueError, match="gives 'premise' two roles: premise and hypothesis"):
+        pick(rows, {"premise": "premise", "hypothesis": "premise", "label": "label"}, {"hypothesis"}, ())
+
+
+def test_partition_column_that_is_trained_on() -> None:
+    with pytest.raises(ValueError, match="partition_column='text' is what the task trains on"):
+        TASKS["newsgroups"](arguments("newsgroups"), keep="text")
 
 
 def test_subsets_are_the_same_for_every_run() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..files import to_json, write_atomically
+from ..recipe import SUMMARY_NAME
 from .runs import Run, Summary
 
 try:
@@ -16,21 +17,7 @@ try:
 except ImportError:  # Windows: runs are not held, so a second comparison in the same folder would repeat them
     fcntl = None  # type: ignore[assignment]
 
-SUMMARY, OPTIONS, LOG, LOCK = "summary.json", "options.json", "log.txt", "lock"
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that a reader, or a kill, never finds half of it."""
-    data = content.encode() if isinstance(content, str) else content
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+OPTIONS, LOG, LOCK = "options.json", "log.txt", "lock"
 
 
 class RunFolder:
@@ -44,7 +31,7 @@ class RunFolder:
     def summary(self) -> Summary | None:
         """Return what the run has said of itself; None as long as it has not finished."""
         try:
-            found: Any = json.loads((self.path / SUMMARY).read_text())
+            found: Any = json.loads((self.path / SUMMARY_NAME).read_text())
         except (OSError, ValueError):
             return None
         return found if isinstance(found, dict) and isinstance(found.get("scores"), dict) else None
@@ -70,7 +57,7 @@ class RunFolder:
         path = self.path / OPTIONS
         options = {"disable_tqdm": True, **self.run.options}  # the log is no place for a progress bar
         options |= {"output_dir": str(self.path), "resume_from_checkpoint": "last"}
-        write_atomically(path, json.dumps(options, indent=1) + "\n")
+        write_atomically(path, to_json(options))
         return path
 
     def last_lines(self, count: int = 5) -> list[str]:

@@ -10,8 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from .plots import by_place, place_name
-from .results import Result, finite, mean_curve, staleness
+from ..files import finite
+from .plots import PROBED, by_place, place_name
+from .results import Result, mean_curve, staleness
 from .runner import Failure
 from .runs import Run, Summary, total
 from .spec import Spec
@@ -36,7 +37,8 @@ def make_html(spec: Spec, results: Sequence[Result], runs: Path, failures: Seque
     )
     data = json.dumps(finite(chart_data(results, runs)), separators=(",", ":"))
     page = files(__package__).joinpath("report_template.html").read_text("utf-8")
-    filled = {"<!--title-->": escape(spec.title), "<!--body-->": body, "/*data*/": data.replace("<", "\\u003c")}
+    # The data first: a title may hold what marks its place, and the data has no "<".
+    filled = {"/*data*/": data.replace("<", "\\u003c"), "<!--body-->": body, "<!--title-->": escape(spec.title)}
     for place, content in filled.items():
         before, _, after = page.partition(place)
         page = before + content + after
@@ -52,10 +54,7 @@ def chart_data(results: Sequence[Result], runs: Path) -> dict[str, Any]:
             lines = {r.cell.variant.name: mean_curve(r, score) for r in found}
             charts.append({"name": place_name(place), "y": score, "lines": {k: v for k, v in lines.items() if v}})
         probed = {r.cell.variant.name: staleness(r, runs) for r in found}
-        for key, label in (
-            ("probe_compensated_cosine", "cosine with the fresh gradient"),
-            ("probe_compensated_error", "error relative to the fresh gradient"),
-        ):
+        for key, label in PROBED.items():
             lines = {
                 name: [(int(p["round"]), None, p[key]) for p in points if key in p]  # type: ignore[misc]
                 for name, points in probed.items()

@@ -9,7 +9,10 @@ from pathlib import Path
 from ..report import plot_lines, plot_runs
 from .results import Result, mean_curve, staleness
 
-_PROBED = {"probe_compensated_cosine": "cosine with the fresh gradient", "probe_compensated_error": "relative error"}
+PROBED = {
+    "probe_compensated_cosine": "cosine with the fresh gradient",
+    "probe_compensated_error": "error relative to the fresh gradient",
+}
 
 
 def by_place(results: Sequence[Result]) -> dict[tuple[str, str, str, int], list[Result]]:
@@ -55,5 +58,5 @@ def _panels(
 ) -> dict[str, dict[str, list[tuple[float, float]]]]:
     return {
         label: {name: [(p["round"], p[key]) for p in points if key in p] for name, points in probed.items()}
-        for key, label in _PROBED.items()
+        for key, label in PROBED.items()
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .folders import write_atomically
+from ..files import write_atomically
 from .html import make_html
 from .plots import write_plots
 from .results import gather, results_json, write_parquet
@@ -34,7 +34,7 @@ def write_report(
         root: where to write.
         runs: where the folders of the runs lie.
         finished: the summaries of the finished runs, by id.
-        failures: of this session.
+        failures: of this call.
         plots: draw the pictures too, which takes about a second each.
     """
     results = gather(spec, cells, finished)

@@ -11,9 +11,11 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from ..files import to_json, write_atomically
 from ..probe import load_probe, summarize_probe
 from ..tasks import TASKS
-from .folders import RunFolder, write_atomically
+from ..trainer import PROBE_NAME
+from .folders import RunFolder
 from .paper import PaperValue, paper_value
 from .runs import Cell, Run, Summary
 from .spec import Spec
@@ -35,7 +37,9 @@ class Score:
     @property
     def std(self) -> float | None:
         """Return the standard deviation over the seeds (of the sample: n - 1); None of a single run."""
-        return stdev(self.values) if len(self.values) > 1 else None
+        if len(self.values) < 2:
+            return None
+        return stdev(self.values) if all(map(math.isfinite, self.values)) else math.nan
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ def staleness(result: Result, folder: Path) -> list[dict[str, float]]:
     """Return what the probe measured, one entry a probed round: means over the local updates and the seeds."""
     by_round: dict[int, list[dict[str, float]]] = {}
     for run, _ in result.runs:
-        path = RunFolder(folder, run).path / "staleness.json"
+        path = RunFolder(folder, run).path / PROBE_NAME
         if path.is_file():
             points = load_probe(path)
             for step in {point.round for point in points}:
@@ -146,7 +150,7 @@ def results_json(spec: Spec, results: Sequence[Result]) -> str:
         }  # fmt: skip
         settings.append(entry)
     runs = {run.id: {"options": run.options, **summary} for result in results for run, summary in result.tried}
-    return json.dumps(finite({"title": spec.title, "settings": settings, "runs": runs}), indent=1) + "\n"
+    return to_json({"title": spec.title, "settings": settings, "runs": runs})
 
 
 def write_parquet(results: Sequence[Result], path: Path) -> None:
@@ -159,15 +163,6 @@ def write_parquet(results: Sequence[Result], path: Path) -> None:
         buffer = io.BytesIO()
         parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)
         write_atomically(path, buffer.getvalue())
-
-
-def finite(content: Any) -> Any:
-    """Return JSON content with null for the numbers that JSON does not have."""
-    if isinstance(content, float):
-        return content if math.isfinite(content) else None
-    if isinstance(content, Mapping):
-        return {key: finite(value) for key, value in content.items()}
-    return [finite(value) for value in content] if isinstance(content, (list, tuple)) else content
 
 
 def _score(score: Score) -> dict[str, Any]:

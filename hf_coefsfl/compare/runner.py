@@ -149,7 +149,10 @@ class Runner:
         bar.update()
         scores = ", ".join(f"{name} {value:.1f}" for name, value in summary["scores"].items() if value is not None)
         seconds = float(summary.get("seconds") or 0)
-        tqdm.write(f"{len(self.finished)}/{bar.total} {folder.run.id}: {scores} ({seconds:.0f} s)", file=sys.stderr)
+        left = self.seconds_left()
+        then = f", about {timedelta(seconds=round(left))} left" if left and bar.disable else ""
+        count = f"{len(self.finished)}/{bar.total}"
+        tqdm.write(f"{count} {folder.run.id}: {scores} ({seconds:.0f} s){then}", file=sys.stderr)
         if self.on_finish is not None:
             self.on_finish(self.finished)
 

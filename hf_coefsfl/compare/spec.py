@@ -19,6 +19,8 @@ from .paper import paper_tables
 _SET_BY = {
     "method": "methods", "method_kwargs": "methods", "learning_rate": "learning_rates", "seed": "seeds",
     "output_dir": "--output_dir", "resume_from_checkpoint": "every run, by itself", "max_steps": "num_rounds",
+    "cut": "cut or cuts", "push_to_hub": "nothing: a comparison does not push",
+    "hub_token": "nothing: what is in a spec is copied into many files",
 }  # fmt: skip
 _LISTS = ("splits", "cuts", "methods", "learning_rates", "seeds")  # of the spec; a task's own replace them
 _SPEC_KEYS = ("title", "settings", "tasks", "cut", *_LISTS, "paper_tables")
@@ -121,6 +123,9 @@ def _task(entry: Any, content: Mapping[str, Any], settings: Mapping[str, Any], w
         splits = tuple(_split(s, f"{where}.splits") for s in _list(lists["splits"], f"{where}.splits"))
     _distinct([s.name for s in splits], f"{where}.splits", "Give each a name of its own.")
     model = own.get("model") or Path(str(options.get("model_name_or_path", "model"))).name
+    _options(options, where, name)  # those of the settings and splits have to be options of this task too
+    for split in splits:
+        _options(split.options, f"{where}.splits", name)
     return TaskSpec(
         task=name,
         model=_text(model, f"{where}.model"),

@@ -89,9 +89,13 @@ class FineTuningTask:
 
     def __init__(self, arguments: TaskArguments, keep: str | None = None):
         self.arguments = arguments
-        self.keep = None if keep in (None, "labels", *self.columns) else keep
+        if keep in self.columns and keep != "label":
+            raise ValueError(f"partition_column={keep!r} is what the task trains on. Name another column, or copy it.")
+        self.keep = None if keep in ("label", "labels") else keep
         self.model_id = arguments.model_name_or_path or self.model_name_or_path
         self.dataset_id = arguments.dataset_name or self.dataset_name
+        own = self.dataset_config_name if self.dataset_id == self.dataset_name else None
+        self.dataset_config = arguments.dataset_config_name or own
         self.roles = self._read_roles(arguments.columns)
 
     def _read_roles(self, given: list[str] | None) -> dict[str, str]:
@@ -135,10 +139,7 @@ class FineTuningTask:
     def _raw_splits(self) -> dict[str, Dataset]:
         """Return "train" and the evaluation sets by name, with a column for each role, cut to the wanted samples."""
         arguments = self.arguments
-        config = arguments.dataset_config_name
-        if config is None and self.dataset_id == self.dataset_name:
-            config = self.dataset_config_name
-        splits = load_splits(self.dataset_id, config)
+        splits = load_splits(self.dataset_id, self.dataset_config)
         chosen = {"train": arguments.train_split} | self._eval_splits(splits)
         limits = dict.fromkeys(chosen, arguments.max_eval_samples) | {"train": arguments.max_train_samples}
         given = {item.partition("=")[0] for item in arguments.columns or []}

@@ -33,8 +33,8 @@ class CausalLM(TextTask):
     arguments_class = CompletionArguments
     auto_model = AutoModelForCausalLM
     model_name_or_path = "HuggingFaceTB/SmolLM2-135M"
-    dataset_name = "databricks/databricks-dolly-15k"
-    columns = {"prompt": "instruction", "completion": "response"}
+    dataset_name = "trl-lib/tldr"
+    columns = {"prompt": "prompt", "completion": "completion"}
     optional_roles = ("prompt",)
     reported = {"perplexity": "perplexity"}
     metric_scale = 1.0

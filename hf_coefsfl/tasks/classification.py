@@ -41,9 +41,10 @@ class TextTask(FineTuningTask):
         )
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-        if not 2 <= self.arguments.max_length <= tokenizer.model_max_length:
+        length = self.arguments.max_length
+        if not isinstance(length, int) or not 2 <= length <= tokenizer.model_max_length:
             raise ValueError(
-                f"max_length={self.arguments.max_length}: the tokenizer of {self.model_id} allows 2 to "
+                f"max_length={length}: the tokenizer of {self.model_id} allows 2 to "
                 f"{tokenizer.model_max_length} tokens."
             )
         return tokenizer
@@ -64,7 +65,8 @@ class TextClassification(TextTask):
         texts = [role for role in self.roles if role != "label"]
 
         def encode(rows: dict[str, list[Any]]) -> Any:
-            return processor(*(rows[role] for role in texts), truncation=True, max_length=self.arguments.max_length)
+            columns = ([text or "" for text in rows[role]] for role in texts)
+            return processor(*columns, truncation=True, max_length=self.arguments.max_length)
 
         def encoded(rows: Dataset) -> Dataset:
             return rows.map(encode, batched=True, remove_columns=texts, desc="Tokenising")

@@ -6,7 +6,16 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from datasets import ClassLabel, Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
+from datasets import (
+    ClassLabel,
+    Dataset,
+    DatasetDict,
+    Features,
+    Value,
+    concatenate_datasets,
+    load_dataset,
+    load_from_disk,
+)
 
 _FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 _SUBSET_SEED = 0  # a smaller run is the same smaller run whatever its seed
@@ -52,10 +61,12 @@ def pick(rows: Dataset, roles: Mapping[str, str], given: Collection[str], option
 
     A column that was not given and is not there may also bear the role's own name.
     """
-    found = {}
+    found: dict[str, str] = {}
     for role, column in roles.items():
         if column not in rows.column_names and role not in given and role in rows.column_names:
             column = role
+        if column in found:
+            raise ValueError(f"--columns gives {column!r} two roles: {found[column]} and {role}.")
         if column in rows.column_names:
             found[column] = role
         elif role in given or role not in optional:
@@ -86,19 +97,17 @@ def with_class_labels(train: Dataset, evals: Mapping[str, Dataset]) -> tuple[Dat
         names = list(feature.names)
         for name, rows in evals.items():
             other = rows.features["label"]
-            if isinstance(other, ClassLabel) and list(other.names) != names:
-                raise ValueError(f"The classes of {name!r} are not those of the training set: {other.names[:5]} ...")
+            if list(getattr(other, "names", names)) != names or "int" not in other.dtype:
+                raise ValueError(f"The labels of {name!r} are not those of the training set, but {other}.")
     else:
-        column = concatenate_datasets([rows.select_columns(["label"]) for rows in sets.values()])["label"][:]
-        values = sorted(set(column) - {-1, None})
+        values = _distinct_labels(sets)
         if all(isinstance(value, int) for value in values):
             if values[0] < 0:
                 raise ValueError(f"Labels count from 0, got {values[0]}.")
             names = [str(value) for value in range(values[-1] + 1)]
         else:
             names = [str(value) for value in values]
-            index = {value: i for i, value in enumerate(values)}
-            sets = {k: rows.map(lambda row: {"label": index[row["label"]]}) for k, rows in sets.items()}
+            sets = {name: _numbered(rows, values) for name, rows in sets.items()}
     for name, rows in sets.items():
         labels = rows.with_format(None)["label"][:]
         if any(label is None or label < 0 for label in labels):
@@ -108,3 +117,24 @@ def with_class_labels(train: Dataset, evals: Mapping[str, Dataset]) -> tuple[Dat
             sets[name] = rows.select(keep)
     renamed = {name: rows.rename_column("label", "labels") for name, rows in sets.items()}
     return renamed.pop(""), renamed, names
+
+
+def _distinct_labels(sets: Mapping[str, Dataset]) -> list[Any]:
+    """Return the labels of all sets in order, without -1 and empty ones."""
+    found = {label for rows in sets.values() for label in rows.with_format(None)["label"][:]} - {-1, None}
+    if not found:
+        raise ValueError("No row has a label: all are empty or -1.")
+    if len({type(label) for label in found}) > 1:
+        raise ValueError(f"The labels are of several kinds: {', '.join(sorted({type(x).__name__ for x in found}))}.")
+    return sorted(found)
+
+
+def _numbered(rows: Dataset, values: list[Any]) -> Dataset:
+    """Return the rows with the place of their label among `values`, -1 for an empty one."""
+    index = {value: i for i, value in enumerate(values)}
+    return rows.map(
+        lambda labels: {"label": [index.get(label, -1) for label in labels]},
+        input_columns="label",
+        batched=True,
+        features=Features({**rows.features, "label": Value("int64")}),  # else it stays the strings' kind
+    )

@@ -13,6 +13,7 @@ from .base import Prepared
 from .classification import TextArguments, TextTask
 from .spans import answers_from_logits, encode_questions
 
+_ANSWER = ("prediction_text", "no_answer_probability")
 _FOR_ANSWERS = ["example_id", "offset_mapping", "cls_index"]  # of a window; the model does not take them
 
 
@@ -69,6 +70,8 @@ class SQuADv2(TextTask):
             )
 
         name, questions = next(iter(evals.items()))
+        if len(set(questions["id"])) < len(questions):
+            raise ValueError(f"Several questions of {name!r} have the same id: answers could not be told apart.")
         features = windows(questions)
         metric = load_metric("squad_v2")
 
@@ -84,10 +87,8 @@ class SQuADv2(TextTask):
                 null_score_diff_threshold=arguments.null_score_diff_threshold,
             )
             found: dict[str, float] = metric.compute(
-                predictions=[
-                    {key: a[key] for key in ("id", "prediction_text", "no_answer_probability")} for a in answers
-                ],
-                references=[{"id": row["id"], "answers": row["answers"]} for row in questions],
+                predictions=[{"id": str(a["id"])} | {key: a[key] for key in _ANSWER} for a in answers],
+                references=[{"id": str(row["id"]), "answers": row["answers"]} for row in questions],
             )
             return found
 

@@ -1,0 +1,39 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that a reader, or a kill, never finds half of it."""
+    data = content.encode() if isinstance(content, str) else content
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def to_json(content: Any) -> str:
+    """Return content as JSON, with null for the numbers that JSON does not have."""
+    return json.dumps(finite(content), indent=1) + "\n"
+
+
+def finite(content: Any) -> Any:
+    """Return JSON content with None for NaN and infinities."""
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {key: finite(value) for key, value in content.items()}
+    return [finite(value) for value in content] if isinstance(content, (list, tuple)) else content
