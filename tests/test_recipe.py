@@ -226,3 +226,21 @@ def test_hub_id_without_the_hub(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("blocks", "cut"), [(12, 4), (6, 2), (30, 10), (2, 1)])
 def test_default_cut_is_the_papers_share(blocks: int, cut: int) -> None:
     assert paper_share(blocks) == cut
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(posts: dict[str, str], tmp_path: Path) -> None:
+    one = tmp_path / "one"
+    run("newsgroups", argv=small(posts | {"output_dir": str(one)}))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [*launcher, str(ROOT / "recipes" / "newsgroups_coefj.py"), *small(posts)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = Path(posts["output_dir"])
+    assert (two / "adapter_model.safetensors").read_bytes() == (one / "adapter_model.safetensors").read_bytes()
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (one, two)]
+    for name in ("scores", "curve", "mib", "transfers"):
+        assert summaries[0][name] == summaries[1][name]
+    assert done.stdout.count("crossed the cut") == 1  # the main process alone speaks
+    assert (two / "checkpoint-3" / "rng_state_1.pth").exists()  # there really were two
