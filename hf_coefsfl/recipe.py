@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging as transformers_logging
 
 from . import __version__
@@ -47,6 +48,7 @@ def run(
     parser, arguments, config = parse_options(TASKS[task], method=method, description=description, prog=prog, argv=argv)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     transformers_logging.set_verbosity_warning()
+    hub_logging.set_verbosity_error()  # what it cannot reach is said once, by us
     if config.partition_column == "label":
         config.partition_column = "labels"  # as all tasks call it
     try:
