@@ -146,7 +146,7 @@ def plot_runs(
     over_rounds.xaxis.set_major_locator(MaxNLocator(integer=True))
     over_rounds.set_ylabel(metric)
     if shares and all(0 <= value <= 1 for points in runs.values() for _, _, value in points):
-        over_rounds.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        over_rounds.yaxis.set_major_formatter(PercentFormatter(1.0))
     over_mib.set_xlabel("MiB over the cut, both directions, all clients")
     if logarithmic:
         over_mib.set_xscale("log")
