@@ -31,7 +31,7 @@ def seal(folder: Path) -> None:
     """Declare a checkpoint whole. Its files reach the disk before the seal does."""
     files = {}
     for path in sorted(folder.rglob("*")):
-        if path.is_file():
+        if path.is_file() and path.name != SEAL_NAME:
             name = path.relative_to(folder).as_posix()
             files[name] = {"bytes": path.stat().st_size, "sha256": _checksum(path)}
     unfinished = folder / f"{SEAL_NAME}.partial"

@@ -137,23 +137,25 @@ def test_killed_at_random_moments(tmp_path: Path, method: str) -> None:
     assert os.waitpid(run_in_a_child(tmp_path / "whole", method=method), 0)[1] == 0
     whole = time.monotonic() - start
     moments, killed = random.Random(0), 0
-    for _ in range(60):
+    while True:
         child = run_in_a_child(tmp_path / "run", method=method)
-        end = time.monotonic() + moments.uniform(0.1, 0.7) * whole
-        status = None
-        while time.monotonic() < end and status is None:
+        found = last_whole(tmp_path / "run")
+        following = tmp_path / "run" / f"checkpoint-{int(found.rpartition('-')[2]) + 1 if found else 1}"
+        end, status = None, None  # a random moment within a round from where the next checkpoint begins
+        while status is None and (end is None or time.monotonic() < end):
+            if end is None and following.exists():
+                end = time.monotonic() + moments.uniform(0.0, 1.0) * whole / ROUNDS
             finished, code = os.waitpid(child, os.WNOHANG)
             status = code if finished else None
-            time.sleep(0.002)
+            time.sleep(0.001)
         if status is not None:
             assert status == 0
             break
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         killed += 1
-    else:
-        assert os.waitpid(run_in_a_child(tmp_path / "run", method=method), 0)[1] == 0
-    assert killed >= 3
+        assert killed < 100  # it gets on, whatever hits it
+    assert killed >= 2
     first, second = (load_file(tmp_path / name / "result.safetensors") for name in ("whole", "run"))
     assert all((first[name] == second[name]).all() for name in first) and first.keys() == second.keys()
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "run")]

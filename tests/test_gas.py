@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from toy import CAUSAL, CLASSIFICATION, MULTI_LABEL, REGRESSION, SPANS, TOKENS, toy_sides
 from transformers import BertConfig, BertForQuestionAnswering
 
+from hf_coefsfl.checkpoints import seal
 from hf_coefsfl.links import LocalLink
 from hf_coefsfl.messages import SmashedData
 from hf_coefsfl.methods import make_method
@@ -599,6 +600,7 @@ def test_resume_is_bit_identical(tmp_path: Path, per_batch: bool) -> None:
     assert len(ours) == CLASSES and identical(ours, theirs)
     # The statistics matter: without the file the run goes another way.
     (checkpoint / "method_state.safetensors").unlink()
+    seal(checkpoint)
     forgetful = trainer(tmp_path / "forgetful", **changes)
     forgetful.train(resume_from_checkpoint=str(checkpoint))
     assert not same(weights(whole), weights(forgetful))
