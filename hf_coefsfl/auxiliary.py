@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from .messages import SmashedData
 from .outputs import LANGUAGE_MODELS, SPANS, Task
+from .padding import position_mask
 from .rounds import derive_seed, preserved_random_state, set_random_state
 from .sides import on_graph
 from .split import ServerHalf, SplitModel
@@ -159,10 +160,10 @@ def pool(smashed: SmashedData, pooling: str) -> Tensor:
 
 def _unpadded(smashed: SmashedData) -> Tensor:
     """(b, T): True for tokens that are no padding, as far as the context tells."""
-    shape, context = smashed.activations.shape[:2], smashed.context
-    mask, padding = context.get("attention_mask"), context.get("padding")
-    if mask is not None and mask.shape == shape:  # a mask over a waveform is longer than its tokens
-        return mask.bool()
+    shape, padding = smashed.activations.shape[:2], smashed.context.get("padding")
+    mask = position_mask(smashed)
+    if mask is not None:
+        return mask
     if padding is not None and padding.shape == shape:
         return ~padding
     return torch.ones(shape, dtype=torch.bool, device=smashed.activations.device)

@@ -6,8 +6,11 @@ import logging
 import math
 from dataclasses import dataclass, field
 
+from accelerate.utils import convert_file_size_to_int
 from transformers import TrainingArguments
 
+from .exchange import EXCHANGE_DTYPES
+from .launching import refuse_sharding
 from .methods import Method, make_method
 from .methods.base import at_least
 
@@ -17,6 +20,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dropout": ("synced", "off"),
     "head": ("full", "lora", "frozen"),
     "on_client_failure": ("raise", "skip"),
+    "exchange_dtype": EXCHANGE_DTYPES,
 }
 _HUB_STRATEGIES = ("end", "every_save")
 
@@ -73,6 +77,22 @@ class SplitFedConfig(TrainingArguments):
         metadata={
             "help": "Task head beside LoRA: full, lora or frozen. Default: full for a task's own head, frozen for the "
             "output embeddings of a language model."
+        },
+    )
+
+    # --- What crosses the cut ---
+    exchange_dtype: str = field(
+        default="float32",
+        metadata={
+            "help": "Smashed data, gradients and curvature are sent and kept as float32 (as computed), bfloat16, "
+            "float16 or int8."
+        },
+    )
+    exchange_memory_limit: str | int | None = field(
+        default=None,
+        metadata={
+            "help": "Memory for the exchange of a client's round in a process, e.g. 2GiB; what exceeds it goes to a "
+            "file in output_dir. Default: no limit."
         },
     )
 
@@ -145,6 +165,7 @@ class SplitFedConfig(TrainingArguments):
                 self.num_rounds,
                 self.method,
             )
+        self.exchange_memory_limit = _read_size("exchange_memory_limit", self.exchange_memory_limit)
         self._refuse_unsupported()
         if self.max_steps > 0 and self.max_steps != self.num_rounds:
             raise ValueError(
@@ -161,6 +182,7 @@ class SplitFedConfig(TrainingArguments):
         self.make_method()
 
     def _refuse_unsupported(self) -> None:
+        refuse_sharding()
         reasons = {
             "gradient_accumulation_steps": (1, "a step is a whole round; choose the batch size of the local updates"),
             "label_smoothing_factor": (0.0, "the loss is the model's own, computed in the server half"),
@@ -200,3 +222,16 @@ class SplitFedConfig(TrainingArguments):
         """Return the method of the run, with its options checked."""
         assert not isinstance(self.method_kwargs, str)
         return make_method(self.method, self.method_kwargs)
+
+
+def _read_size(name: str, size: str | int | None) -> int | None:
+    """Return bytes given as such or with a unit."""
+    if size is None:
+        return None
+    try:
+        found = convert_file_size_to_int(int(size) if str(size).isdigit() else size)
+    except (ValueError, AttributeError):
+        found = -1
+    if found < 0:
+        raise ValueError(f"{name}={size!r} is no size. Give bytes, or a number with a unit such as 500MB or 2GiB.")
+    return int(found)

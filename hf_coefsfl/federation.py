@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from os import PathLike
 from typing import Any
@@ -81,7 +82,7 @@ class Federation:
         """Return the number of clients."""
         return len(self.partition)
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """The number of samples of each client."""
         return self.partition.sizes()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from .exchange import Exchange
 from .messages import Message, Parameters, SmashedData
 from .sides import ClientSide
 
@@ -26,11 +27,10 @@ class Meter:
     down: dict[str, int] = field(default_factory=dict)
     transfers: int = 0
 
-    def count(self, direction: dict[str, int], messages: Sequence[Message]) -> None:
-        """Count the bytes of `messages`."""
-        for message in messages:
-            for kind, size in message.nbytes().items():
-                direction[kind] = direction.get(kind, 0) + size
+    def count(self, direction: dict[str, int], sent: Message | Exchange[Any]) -> None:
+        """Count the bytes of what is sent."""
+        for kind, size in sent.nbytes().items():
+            direction[kind] = direction.get(kind, 0) + size
 
     def add(self, other: Meter) -> None:
         """Add what another meter counted."""
@@ -46,8 +46,11 @@ class ClientLink(Protocol):
     num_batches: int
     local_epochs: int
 
-    def upload(self, batches: Sequence[int] | None = None) -> list[SmashedData]:
+    def upload(self, batches: Sequence[int] | None = None) -> Sequence[SmashedData]:
         """Ask for the smashed data of some batches, or of the whole round (None)."""
+
+    def stage(self, messages: Iterable[Message]) -> Sequence[Message]:
+        """Make a message for each batch ready for a later `update`, one by one: they need not fit into memory."""
 
     def update(self, messages: Sequence[Message] | None = None, batches: Sequence[int] | None = None) -> None:
         """Have the client do its local updates with what is sent down, if anything."""
@@ -62,18 +65,31 @@ class LocalLink:
         self.local_epochs = client.setting.local_epochs
         self.meter = Meter()
         self.client_seconds = 0.0
+        self._kept: dict[int, Tensor | None] = {}  # the token positions of each batch that hold anything
 
-    def upload(self, batches: Sequence[int] | None = None) -> list[SmashedData]:
+    def upload(self, batches: Sequence[int] | None = None) -> Sequence[SmashedData]:
         """Run the method's upload on the client and meter what it sends."""
         with self._clock():
-            sent = self.method.upload(self.client, batches)
+            made = self.method.upload(self.client, batches)
+            sent = made if isinstance(made, Exchange) else self.client.pack(made, lasting=batches is None)
+        self._kept |= {b: sent.kept(i) for i, b in enumerate(batches if batches is not None else range(len(sent)))}
         self.meter.transfers += 1
         self.meter.count(self.meter.up, sent)
         return sent
 
+    def stage(self, messages: Iterable[Message]) -> Exchange[Message]:
+        """Pack messages for the whole round, one for each batch."""
+        return self._pack(messages, None)
+
+    def _pack(self, messages: Iterable[Message], batches: Sequence[int] | None) -> Exchange[Message]:
+        places = range(self.num_batches) if batches is None else batches
+        packed: Exchange[Message] = Exchange(self.client.setting.store, lasting=batches is None)
+        return packed.extend(messages, (self._kept.get(batch) for batch in places))
+
     def update(self, messages: Sequence[Message] | None = None, batches: Sequence[int] | None = None) -> None:
         """Meter what is sent down and run the method's update on the client."""
         if messages is not None:
+            messages = messages if isinstance(messages, Exchange) else self._pack(messages, batches)
             self.meter.transfers += 1
             self.meter.count(self.meter.down, messages)
         with self._clock():
@@ -85,7 +101,7 @@ class LocalLink:
         They are no transfers of the exchange across the cut, and the paper's table leaves them out.
         """
         for direction in (self.meter.down, self.meter.up):
-            self.meter.count(direction, [Parameters(dict(adapters), dict(auxiliary))])
+            self.meter.count(direction, Parameters(dict(adapters), dict(auxiliary)))
 
     @contextmanager
     def _clock(self) -> Iterator[None]:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from .exchange import Exchange
+from .messages import Feedback
 from .methods import CoeFD, GradientReuse, Method
 from .sides import ClientSide, ServerSide, on_graph
 
@@ -49,9 +51,10 @@ def check_probe(method: Method) -> None:
 def probe_staleness(method: GradientReuse, client: ClientSide, server: ServerSide) -> list[ProbePoint]:
     """Repeat a client's local updates from the round-initial weights of both sides. Leaves the client's changed."""
     smashed = client.exchange()
-    feedback, losses = [], []
+    feedback: Exchange[Feedback] = Exchange(client.setting.store)
+    losses = []
     for batch, data in enumerate(smashed):
-        feedback.append(method.feedback(server, data, batch))
+        feedback.append(method.feedback(server, data, batch), smashed.kept(batch))
         losses.append(_fresh(server, data.activations, client, batch)[1])
     points = []
     for epoch in range(client.setting.local_epochs):

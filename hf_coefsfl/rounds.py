@@ -60,10 +60,15 @@ def shuffled_batches(
 
 def set_random_state(seed: int) -> None:
     """Seed every generator a forward pass may use: torch's on all devices, NumPy's and Python's."""
-    # Not torch.manual_seed: on a machine without an accelerator it queues a call with a stack trace each time.
-    torch.default_generator.manual_seed(seed)
+    set_cpu_random_state(seed)
     if torch.accelerator.is_available():
         torch.get_device_module().manual_seed_all(seed)
+
+
+def set_cpu_random_state(seed: int) -> None:
+    """Seed the generators that making a batch may use; a worker process must leave the accelerator alone."""
+    # Not torch.manual_seed: on a machine without an accelerator it queues a call with a stack trace each time.
+    torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .exchange import Exchange, Store
 from .injection import inject
 from .messages import SmashedData
 from .outputs import OutputBlock, Task
+from .padding import kept_positions, without_padding
 from .rounds import derive_seed, set_random_state
 
 
@@ -27,6 +29,7 @@ class Setting:
     max_grad_norm: float = 0.0
     device: torch.device = torch.device("cpu")
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    store: Store = field(default_factory=Store)
 
     def derive_seed(self, stream: str, batch: int) -> int:
         """Return the seed of a random stream at one batch of this round and client."""
@@ -106,23 +109,43 @@ class ClientSide(_Side):
         super().__init__(half, optimizer, setting)
         self.batches = batches
         self.task = task
-        self.initial: list[SmashedData] = []  # s₀ of each batch, once exchanged
+        self.initial: Exchange[SmashedData] = Exchange(setting.store)  # s₀ of each batch, once exchanged
         self._current: SmashedData | None = None
+        self._first: tuple[SmashedData, list[int]] | None = None  # batch 0 on its graph, at the weights of that version
 
-    def exchange(self) -> list[SmashedData]:
-        """Return and remember the smashed data s₀ of every batch (the round-initial exchange)."""
-        with torch.no_grad():
-            self.initial = [self._smash(batch).detach() for batch in range(len(self.batches))]
+    def exchange(self) -> Exchange[SmashedData]:
+        """Return and remember the smashed data s₀ of every batch (the round-initial exchange).
+
+        Batch 0 keeps its graph: at the first local update the weights, and so the pass, are still the same.
+        """
+        self.initial = Exchange(self.setting.store)
+        for batch in range(len(self.batches)):
+            with torch.set_grad_enabled(batch == 0):
+                smashed = self._smash(batch)
+            if batch == 0:
+                self._first = smashed, self._versions()
+            self.initial.append(smashed.detach(), kept_positions(smashed, self.task))
         return self.initial
+
+    def pack(self, messages: Iterable[SmashedData], lasting: bool = True) -> Exchange[SmashedData]:
+        """Return smashed data in the form in which it is sent."""
+        packed: Exchange[SmashedData] = Exchange(self.setting.store, lasting)
+        for message in messages:
+            packed.append(message, kept_positions(message, self.task))
+        return packed
 
     def smash(self, batch: int) -> SmashedData:
         """Run the client half on a batch, keep its graph for `descend`, and return what is sent."""
-        self._current = self._smash(batch)
+        if batch == 0 and self._first is not None and self._first[1] == self._versions():
+            self._current, self._first = self._first[0], None
+        else:
+            self._current = self._smash(batch)
         return self._current.detach()
 
     def displacement(self, batch: int) -> Tensor:
-        """δ = s − s₀ of the batch last smashed."""
-        return self.live.activations.detach() - self.initial[batch].activations
+        """δ = s − s₀ of the batch last smashed, 0 at padding."""
+        delta = self.live.activations.detach() - self.initial[batch].activations
+        return without_padding(delta, self.initial.kept(batch))
 
     @property
     def live(self) -> SmashedData:
@@ -137,6 +160,7 @@ class ClientSide(_Side):
 
     def minimize(self, loss: Tensor) -> None:
         """Take one step on a loss that was computed from `live`."""
+        self._first = None
         self._step(loss)
         self._current = None  # its graph is spent
 
@@ -146,6 +170,10 @@ class ClientSide(_Side):
             return []
         smashed = self.initial[batch]
         return self.task.output_blocks(smashed.labels, smashed.activations.shape[1])
+
+    def _versions(self) -> list[int]:
+        """Count how often each trained weight has been written to."""
+        return [parameter._version for parameter in _parameters(self.optimizer)]
 
     def _smash(self, batch: int) -> SmashedData:
         inputs, labels = self.task.separate(_on_device(self.batches[batch], self.setting.device))

@@ -5,18 +5,22 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import Trainer
 
 from .adapters import trainable_sides
+from .auxiliary import example_smashed
+from .client_data import Batches, ClientData
 from .config import SplitFedConfig
 from .double_backward import differentiable_attention
+from .exchange import Store
 from .fedavg import federated_average, flatten, unflatten_
 from .federation import Federation
 from .flops import CountedLink, OperationCounter
@@ -25,21 +29,18 @@ from .links import LocalLink, synchronize
 from .methods import GradientReuse, Method, make_method
 from .methods.base import Kept
 from .outputs import Task
+from .padding import ignores_padding
 from .probe import ProbePoint, probe_staleness
 from .rounds import (
     assign_clients,
-    derive_seed,
     is_dropped,
     preserved_random_state,
     sample_clients,
-    set_random_state,
-    shuffled_batches,
 )
 from .sides import ClientSide, ServerSide, Setting
 from .split import SplitModel
 
 logger = logging.getLogger(__name__)
-Batches = list[dict[str, Any]]
 
 
 class Simulation:
@@ -55,7 +56,9 @@ class Simulation:
         accelerator: Accelerator,
     ):
         self.split, self.task, self.federation = split, task, federation
-        self.collate, self.args, self.accelerator = collate, args, accelerator
+        self.args, self.accelerator = args, accelerator
+        self.data = ClientData(federation, collate, task, args)
+        self._unpadded = ignores_padding(split.server, example_smashed(split))
         self.client_parameters, self.server_parameters = trainable_sides(split)
         self.warmup, self.method = make_method("vanilla"), args.make_method()
         self.set_up_method()
@@ -77,17 +80,23 @@ class Simulation:
         initial = flatten(parameters)
         trained: dict[int, torch.Tensor] = {}
         reports: dict[int, ClientReport] = {}
+        known = len(self.staleness)
         self._set_mode()
         with preserved_random_state():
+            present = [client for client in mine if not self._is_dropped(round_index, client)]
+            fetched = self.data.round(round_index, present)
             for client in tqdm(mine, desc=f"round {round_index + 1}: clients", leave=False, disable=not progress):
                 unflatten_(parameters, initial)
-                reports[client] = self._run_client(round_index, client, learning_rate)
+                reports[client] = self._run_client(round_index, client, fetched, learning_rate)
                 trained[client] = flatten(parameters)
                 if client == clients[0] and reports[client].failure is None:
                     self._examine(round_index, client, learning_rate, initial)
                 for parameter in parameters:
                     parameter.grad = None
         unflatten_(parameters, initial)  # they stay if a client failed
+        if self.args.staleness_probe or self.args.count_flops:  # measured by one process, logged by another
+            measured = [self.staleness[known:], self.gflops]
+            self.staleness[known:], self.gflops = broadcast_object_list(measured, owners[clients[0]])
         reports = gather_reports(reports, self.accelerator)
         weights = self._surviving(round_index, reports)
         if weights:
@@ -98,13 +107,18 @@ class Simulation:
         self.update_norm = (flatten(parameters) - initial).norm().item()
         return reports
 
-    def _run_client(self, round_index: int, client: int, learning_rate: float) -> ClientReport:
-        """Train a client; what it raises is reported where failing clients are skipped."""
+    def _is_dropped(self, round_index: int, client: int) -> bool:
+        return is_dropped(self.args.seed, round_index, client, self.args.client_dropout_rate)
+
+    def _run_client(
+        self, round_index: int, client: int, fetched: Iterator[list[Any]], learning_rate: float
+    ) -> ClientReport:
+        """Train a client on what is fetched next; what it raises is reported where failing clients are skipped."""
         size = self.federation.sizes[client]
-        if is_dropped(self.args.seed, round_index, client, self.args.client_dropout_rate):
+        if self._is_dropped(round_index, client):
             return ClientReport.of_absent(DROPPED, size)
         try:
-            batches = self._client_batches(round_index, client)
+            batches = self.data.checked(client, next(fetched))
             return self._train_client(round_index, client, batches, learning_rate)
         except Exception as error:
             if self.args.on_client_failure == "raise":
@@ -135,10 +149,10 @@ class Simulation:
         parameters = [*self.client_parameters.values(), *self.server_parameters.values()]
         if self._is_probed(round_index):
             unflatten_(parameters, initial)
-            self._probe(round_index, client, self._client_batches(round_index, client), learning_rate)
+            self._probe(round_index, client, self.data.batches(round_index, client), learning_rate)
         if self.args.count_flops:
             unflatten_(parameters, initial)
-            self._count_operations(round_index, client, self._client_batches(round_index, client), learning_rate)
+            self._count_operations(round_index, client, self.data.batches(round_index, client), learning_rate)
 
     def round_method(self, round_index: int) -> Method:
         """Return vanilla SFL in the warm-up rounds, then the method of the run."""
@@ -149,6 +163,12 @@ class Simulation:
         cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(self.args)
         kwargs["lr"] = learning_rate
         return cls([{"params": list(parameters.values()), "weight_decay": self.args.weight_decay}], **kwargs)
+
+    def _store(self) -> Store:
+        args = self.args
+        limit = args.exchange_memory_limit
+        assert not isinstance(limit, str)
+        return Store(args.exchange_dtype, limit, args.output_dir, self._unpadded)
 
     def _sides(
         self, round_index: int, client: int, batches: Batches, learning_rate: float
@@ -162,6 +182,7 @@ class Simulation:
             max_grad_norm=self.args.max_grad_norm,
             device=self.args.device,
             autocast=self.accelerator.autocast,
+            store=self._store(),
         )
         optimizer = self.local_optimizer(self.client_parameters, learning_rate)
         client_side = ClientSide(self.split.client, batches, optimizer, setting, self.task)
@@ -181,34 +202,6 @@ class Simulation:
         synchronize(self.args.device)
         seconds = time.perf_counter() - start
         return ClientReport.of(link, server_side, seconds, self.federation.sizes[client])
-
-    def _client_batches(self, round_index: int, client: int) -> Batches:
-        """Return the collated mini-batches of a client's round."""
-        places = shuffled_batches(
-            self.args.seed if self.args.data_seed is None else self.args.data_seed,
-            round_index,
-            client,
-            self.federation.sizes[client],
-            self.args.per_device_train_batch_size,
-            self.args.dataloader_drop_last,
-        )
-        set_random_state(derive_seed(self.args.seed, "data", round_index, client))  # for random augmentation
-        batches = [self.collate(self.federation.rows(client, batch)) for batch in places]
-        for batch in batches:
-            self.task.check_labels(batch, f"client {self.federation.name(client)}")
-        labelled = [batch for batch in batches if self.task.has_labels(batch)]
-        if not labelled:
-            raise ValueError(
-                f"Client {self.federation.name(client)} has no label that enters the loss: all are -100. Leave the "
-                "client out, or look at the truncation of its samples."
-            )
-        if len(labelled) < len(batches):
-            logger.warning(
-                "Client %s: %d batches without a label are left out.",
-                self.federation.name(client),
-                len(batches) - len(labelled),
-            )
-        return labelled
 
     def _is_probed(self, round_index: int) -> bool:
         since = round_index - self.args.warmup_rounds

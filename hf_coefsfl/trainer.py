@@ -22,8 +22,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotat
 from .adapters import default_lora, save_halves, trainable_sides
 from .checkpoints import clear, fault, is_checkpoint, last_whole, seal
 from .config import SplitFedConfig
+from .evaluation import EvaluatingTrainer
 from .federation import Federation
 from .hub import check_token
+from .launching import check_processes
 from .ledger import SUMMED, ClientReport, Ledger, summarize
 from .model_card import write_card
 from .outputs import Task
@@ -47,7 +49,7 @@ def _leave_gloo() -> None:
         distributed.destroy_process_group()
 
 
-class SplitFedTrainer(SharingTrainer):
+class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
     """Fine-tune a model that is split between clients and a server.
 
     The model is cut at block `args.cut`; a LoRA adapter (or every weight) is trained on both sides
@@ -101,6 +103,7 @@ class SplitFedTrainer(SharingTrainer):
         self.federation = Federation.of(train_dataset, args) if train_dataset is not None else None
         model = self._with_adapter(model, args, peft_config)
         _ = args.device  # sets up the devices
+        check_processes(args)
         args._n_gpu = min(args.n_gpu, 1)  # one device a process: clients are spread, not batches
         super().__init__(
             model=model,
@@ -345,7 +348,8 @@ class SplitFedTrainer(SharingTrainer):
             self.simulation.staleness = load_probe(probe) if probe.exists() else []
             self.simulation.set_up_method()
             if state.exists():
-                self.simulation.method.load_state_dict(load_file(state, device=str(self.args.device)))
+                kept = load_file(state)  # to the CPU: safetensors does not know the device "cpu:0" of many processes
+                self.simulation.method.load_state_dict({name: t.to(self.args.device) for name, t in kept.items()})
             elif self.simulation.method.state_dict():
                 raise ValueError(
                     f"{resume_from_checkpoint} holds no {STATE_NAME}, which method={self.args.method!r} needs: it is "

@@ -74,7 +74,7 @@ def test_survivors_alone_make_the_average(tmp_path: Path) -> None:
     simulation, start = alone.simulation, federation(tmp_path / "start", {}).simulation
     assert start is not None
     start._set_mode()
-    batches = start._client_batches(0, 2)
+    batches = start.data.batches(0, 2)
     start._train_client(0, 2, batches, alone.args.learning_rate)
     for name, parameter in start.client_parameters.items():
         torch.testing.assert_close(parameter, simulation.client_parameters[name], rtol=0, atol=0)

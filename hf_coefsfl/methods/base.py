@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_type_hints
 
 from torch import Tensor
 
+from ..exchange import Exchange
 from ..links import ClientLink
 from ..messages import Feedback, Message, SmashedData
 from ..outputs import Task
@@ -74,7 +75,7 @@ class Method:
         """Run one communication round with one client. Runs on the server."""
         raise NotImplementedError(f"{type(self).__name__} does not say how a round goes.")
 
-    def upload(self, client: ClientSide, batches: Sequence[int] | None) -> list[SmashedData]:
+    def upload(self, client: ClientSide, batches: Sequence[int] | None) -> Sequence[SmashedData]:
         """Return smashed data: of the whole round (None), or of some batches, on a graph kept for `update`."""
         if batches is None:
             return client.exchange()
@@ -90,9 +91,9 @@ def expect(kind: type[M], messages: Sequence[Message] | None) -> Sequence[M]:
     """Return the messages if they are all of one kind."""
     if messages is None:
         raise ValueError(f"The client expected {kind.__name__} messages, got none.")
-    for message in messages:
-        if not isinstance(message, kind):
-            raise ValueError(f"The client expected {kind.__name__} messages, got {type(message).__name__}.")
+    for found in messages.types() if isinstance(messages, Exchange) else map(type, messages):
+        if not issubclass(found, kind):
+            raise ValueError(f"The client expected {kind.__name__} messages, got {found.__name__}.")
     return cast("Sequence[M]", messages)
 
 

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from ..links import ClientLink
 from ..messages import Feedback, Message, SmashedData
 from ..outputs import ONE_LABEL_A_SAMPLE, Task
+from ..padding import position_mask
 from ..sides import ClientSide, ServerSide, on_graph
 from ..statistics import ClassStatistics, class_moments, from_tensors, pooled, to_tensors, update
 from .base import Kept, Method, at_least
@@ -88,7 +89,9 @@ class GAS(GradientReuse):
             return
         smashed = client.upload()
         counts = label_counts(smashed, server.task.num_labels)
-        feedback = [Feedback(adjusted_gradient(server, data, batch, counts)) for batch, data in enumerate(smashed)]
+        feedback = client.stage(
+            Feedback(adjusted_gradient(server, data, batch, counts)) for batch, data in enumerate(smashed)
+        )
         ours = weighted(pooled(observe(data) for data in smashed), server)
         statistics = update(self._initial(server), ours)
         missing: list[list[int]] = [[] for _ in smashed]
@@ -183,15 +186,6 @@ def adjusted_gradient(server: ServerSide, smashed: SmashedData, batch: int, coun
     loss = cross_entropy(logits.float() + (frequency + 1e-12).log(), class_labels(smashed))
     server.observed.add("feedback_loss", loss)
     return torch.autograd.grad(loss, leaf.activations)[0]
-
-
-def position_mask(smashed: SmashedData) -> Tensor | None:
-    """Return which positions at the cut are no padding (b, T); None where the batch does not say.
-
-    The mask of audio is over the raw signal and does not fit the cut: all its positions count.
-    """
-    mask = smashed.context.get("attention_mask")
-    return mask.bool() if mask is not None and mask.shape == smashed.activations.shape[:2] else None
 
 
 def observe(smashed: SmashedData) -> ClassStatistics:

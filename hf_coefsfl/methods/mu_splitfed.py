@@ -124,9 +124,10 @@ class MUSplitFed(Method):
         return slope, mean
 
     @torch.no_grad()
-    def upload(self, client: ClientSide, batches: Sequence[int] | None) -> list[SmashedData]:
+    def upload(self, client: ClientSide, batches: Sequence[int] | None) -> Sequence[SmashedData]:
         """Return the probes of all batches, or of some. Runs on the client."""
-        return [self._probe(client, walked) for walked in (range(len(client.batches)) if batches is None else batches)]
+        places = range(len(client.batches)) if batches is None else batches
+        return client.pack((self._probe(client, walked) for walked in places), lasting=batches is None)
 
     def _probe(self, client: ClientSide, walked: int) -> Probes:
         batch = walked % len(client.batches)

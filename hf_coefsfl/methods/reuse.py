@@ -30,7 +30,7 @@ class GradientReuse(Method):
     def round(self, client: ClientLink, server: ServerSide) -> None:
         """Exchange once; all feedback is computed at the round-initial server weights."""
         smashed = client.upload()
-        feedback = [self.feedback(server, data, batch) for batch, data in enumerate(smashed)]
+        feedback = client.stage(self.feedback(server, data, batch) for batch, data in enumerate(smashed))
         server.local_updates(smashed)
         client.update(feedback)
 

@@ -1,0 +1,121 @@
+"""The collated mini-batches of the clients of a round, made ahead by worker processes where there are any."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from .config import SplitFedConfig
+from .federation import Federation
+from .outputs import Task
+from .rounds import derive_seed, set_cpu_random_state, shuffled_batches
+
+logger = logging.getLogger(__name__)
+Batches = list[dict[str, Any]]
+Place = tuple[int, int, int]  # round, client, batch
+
+
+class ClientData(Dataset[Any]):
+    """Mini-batches by (round, client, batch): what is in one depends on nothing else.
+
+    With `dataloader_num_workers` processes fetch, transform and collate the batches of the next clients while a
+    client trains.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        collate: Callable[[list[Any]], dict[str, Any]],
+        task: Task,
+        args: SplitFedConfig,
+    ):
+        self.federation, self.collate, self.task, self.args = federation, collate, task, args
+        self._order: dict[tuple[int, int], list[list[int]]] = {}  # rows of the batches, of the last client asked for
+        self._plan = _Plan()
+        self._loader: DataLoader[Any] | None = None
+
+    def round(self, round_index: int, clients: Sequence[int]) -> Iterator[list[Any]]:
+        """Yield what was made of each client's data, for `checked` to look at."""
+        places = [(round_index, client, batch) for client in clients for batch in range(self._count(client))]
+        made = iter(self._workers(places) if self.args.dataloader_num_workers else map(self.__getitem__, places))
+        for client in clients:
+            yield [next(made) for _ in range(self._count(client))]
+
+    def batches(self, round_index: int, client: int) -> Batches:
+        """Return the mini-batches of one client's round."""
+        return self.checked(client, [self[round_index, client, batch] for batch in range(self._count(client))])
+
+    def __getitem__(self, place: Place) -> Any:
+        """Return a collated batch, or the exception that its data raised."""
+        round_index, client, batch = place
+        if (round_index, client) not in self._order:
+            self._order = {(round_index, client): self._shuffled(round_index, client)}
+        set_cpu_random_state(derive_seed(self.args.seed, "data", *place))  # for random augmentation
+        try:
+            return self.collate(self.federation.rows(client, self._order[round_index, client][batch]))
+        except Exception as error:
+            return error
+
+    def _workers(self, places: Sequence[Place]) -> DataLoader[Any]:
+        self._plan.places = places
+        if self._loader is None:
+            args = self.args
+            self._loader = DataLoader(
+                self,
+                sampler=self._plan,
+                batch_size=None,
+                num_workers=args.dataloader_num_workers,
+                prefetch_factor=args.dataloader_prefetch_factor,
+                persistent_workers=True,
+                pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
+            )
+        return self._loader
+
+    def _shuffled(self, round_index: int, client: int) -> list[list[int]]:
+        args = self.args
+        return shuffled_batches(
+            args.seed if args.data_seed is None else args.data_seed,
+            round_index,
+            client,
+            self.federation.sizes[client],
+            args.per_device_train_batch_size,
+            args.dataloader_drop_last,
+        )
+
+    def _count(self, client: int) -> int:
+        whole, left = divmod(self.federation.sizes[client], self.args.per_device_train_batch_size)
+        return whole + (1 if left and not self.args.dataloader_drop_last else 0)
+
+    def checked(self, client: int, batches: list[Any]) -> Batches:
+        """Return the batches in which a label enters the loss; raise what the data raised or labels that do not fit."""
+        name = self.federation.name(client)
+        for batch in batches:
+            if isinstance(batch, Exception):
+                raise batch
+            self.task.check_labels(batch, f"client {name}")
+        labelled = [batch for batch in batches if self.task.has_labels(batch)]
+        if not labelled:
+            raise ValueError(
+                f"Client {name} has no label that enters the loss: all are -100. Leave the client out, or look at the "
+                "truncation of its samples."
+            )
+        if len(labelled) < len(batches):
+            logger.warning("Client %s: %d batches without a label are left out.", name, len(batches) - len(labelled))
+        return labelled
+
+
+class _Plan(Sampler[Place]):
+    """The places of the round that is being run; the loader and its workers outlive it."""
+
+    def __init__(self) -> None:
+        self.places: Sequence[Place] = ()
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)

@@ -1,0 +1,210 @@
+"""What crosses the cut as it is sent and kept: without padding, in a chosen dtype, in memory or in a mapped file."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from typing import IO, Any, Generic, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from .messages import Message
+
+M = TypeVar("M", bound=Message)
+EXCHANGE_DTYPES = ("float32", "bfloat16", "float16", "int8")
+_HEADINGS = ("smashed_data", "gradients", "curvature")  # of what is packed; the rest is small and goes as it is
+_LARGEST = 2.0**15  # to which float16 values are scaled
+
+
+class Store:
+    """Where the exchange of one client's round is kept, and in which form.
+
+    Args:
+        dtype: "float32" keeps values as they were computed. "bfloat16" rounds them; "float16" does after a scaling
+            by a power of two for each tensor, without which gradients would vanish; "int8" scales each token
+            (each vector of the last dimension) by its largest entry.
+        memory_limit: bytes up to which values stay in memory; None: all do.
+        folder: where the file for the others goes. It has no name, so that it is gone as soon as the process is.
+        unpadded: whether positions that are not kept are left out.
+    """
+
+    def __init__(
+        self,
+        dtype: str = "float32",
+        memory_limit: int | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        unpadded: bool = False,
+    ):
+        self.dtype, self.memory_limit, self.folder, self.unpadded = dtype, memory_limit, folder, unpadded
+        self.in_memory, self.on_disk = 0, 0  # bytes
+        self._file: IO[bytes] | None = None
+
+    def place(self, values: Tensor) -> Tensor | _Mapped:
+        """Keep values in memory if they fit, else in the file."""
+        size = values.numel() * values.element_size()
+        if self.memory_limit is None or self.in_memory + size <= self.memory_limit or not size:
+            self.in_memory += size
+            return values
+        if self._file is None:
+            # Closing it is left to whoever holds it last: this store, or a mapping.
+            self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
+        start = -(-self.on_disk // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        self._file.seek(start)
+        data = values.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
+        while data:
+            data = data[self._file.write(data) :]
+        self.on_disk = start + size
+        return _Mapped(self._file, start, size, values.shape, values.dtype)
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """Values in a file; `read` maps them into memory for as long as somebody uses what it returned."""
+
+    file: IO[bytes]
+    start: int
+    size: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        mapping = mmap.mmap(self.file.fileno(), self.size, access=mmap.ACCESS_COPY, offset=self.start)
+        return torch.frombuffer(mapping, dtype=self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class _PackedTensor:
+    values: Tensor | _Mapped
+    scale: Tensor | None
+    kept: Tensor | None  # (b, T), where positions were left out
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+
+    def unpack(self) -> Tensor:
+        values = self.values if isinstance(self.values, Tensor) else self.values.read().to(self.device)
+        if self.scale is not None:
+            values = values.to(self.scale.dtype) * self.scale
+        values = values.to(self.dtype)
+        if self.kept is None:
+            return values.view(self.shape)
+        full = values.new_zeros((*self.kept.shape, *values.shape[1:]))
+        full[self.kept] = values
+        return full.movedim(1, -2)
+
+
+@dataclass(frozen=True)
+class _Packed(Generic[M]):
+    """A message whose large tensors are packed; `rest` has None in their places."""
+
+    rest: M
+    tensors: dict[str, _PackedTensor]
+    kept: Tensor | None
+
+    def nbytes(self) -> dict[str, int]:
+        sizes = self.rest.nbytes()
+        for name, packed in self.tensors.items():
+            heading = self.rest.kinds[name]
+            sizes[heading] = sizes.get(heading, 0) + packed.nbytes
+        return sizes
+
+    def unpack(self) -> M:
+        return replace(self.rest, **{name: packed.unpack() for name, packed in self.tensors.items()})
+
+
+class Exchange(Sequence[M]):
+    """Messages as they were sent; each is unpacked when it is read, so that one at a time is there in full.
+
+    Args:
+        store: in whose form they are packed.
+        lasting: whether they stay for the round. Those of a single batch, which go at once, stay out of the store.
+    """
+
+    def __init__(self, store: Store, lasting: bool = True):
+        self.store, self.lasting = store, lasting
+        self._packed: list[_Packed[M]] = []
+        self._read: tuple[int, M] | None = None  # the last one: it is often asked for twice
+
+    def append(self, message: M, kept: Tensor | None = None) -> None:
+        """Pack a message; `kept` says which token positions (b, T) hold anything."""
+        kept = kept if self.store.unpadded else None
+        packed = {name: self._pack(t, kept) for name, t in message.tensors().items() if _is_packed(message, name, t)}
+        empty: dict[str, Any] = dict.fromkeys(packed)
+        self._packed.append(_Packed(replace(message, **empty), packed, kept))
+
+    def extend(self, messages: Iterable[M], kept: Iterable[Tensor | None] = ()) -> Exchange[M]:
+        """Pack messages as they come, each with the positions that are kept of it; return all of them."""
+        for message, positions in zip(messages, chain(kept, repeat(None)), strict=False):
+            self.append(message, positions)
+        return self
+
+    def _pack(self, t: Tensor, kept: Tensor | None) -> _PackedTensor:
+        if kept is not None and (t.shape[0], t.shape[-2]) != kept.shape:
+            kept = None  # not a tensor over token positions
+        values = t if kept is None else t.movedim(-2, 1)[kept]
+        values, scale = _convert(values, self.store.dtype)
+        nbytes = sum(x.numel() * x.element_size() for x in (values, scale) if x is not None)
+        placed = self.store.place(values) if self.lasting else values
+        return _PackedTensor(placed, scale, kept, t.shape, t.dtype, t.device, nbytes)
+
+    def __len__(self) -> int:
+        """Return the number of messages."""
+        return len(self._packed)
+
+    @overload
+    def __getitem__(self, place: int) -> M: ...
+    @overload
+    def __getitem__(self, place: slice) -> Exchange[M]: ...
+    def __getitem__(self, place: int | slice) -> M | Exchange[M]:
+        """Unpack a message, or choose some of them without unpacking."""
+        if isinstance(place, slice):
+            chosen: Exchange[M] = Exchange(self.store, self.lasting)
+            chosen._packed = self._packed[place]
+            return chosen
+        if self._read is None or self._read[0] != place:
+            self._read = (place, self._packed[place].unpack())
+        return self._read[1]
+
+    def kept(self, place: int) -> Tensor | None:
+        """Return which token positions of a message hold anything (b, T); None: all."""
+        return self._packed[place].kept
+
+    def types(self) -> list[type[Message]]:
+        """Return what kind of message each is, without unpacking it."""
+        return [type(packed.rest) for packed in self._packed]
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes that are sent, by ledger heading."""
+        sizes: dict[str, int] = {}
+        for packed in self._packed:
+            for heading, size in packed.nbytes().items():
+                sizes[heading] = sizes.get(heading, 0) + size
+        return sizes
+
+
+def _is_packed(message: Message, name: str, t: Tensor) -> bool:
+    return message.kinds.get(name) in _HEADINGS and t.is_floating_point() and t.dim() > 1
+
+
+def _convert(values: Tensor, dtype: str) -> tuple[Tensor, Tensor | None]:
+    """Return values in a dtype, and what to multiply them with afterwards. NaN and infinity stay what they are."""
+    if dtype == "float32" or (dtype != "int8" and values.element_size() <= 2):
+        return values, None
+    if dtype == "bfloat16":
+        return values.to(torch.bfloat16), None
+    if not values.numel():
+        return values.to(getattr(torch, dtype)), None
+    if dtype == "float16":
+        # frexp: largest = mantissa * 2**exponent. A power of two changes no bit of the mantissas.
+        exponent = torch.frexp(values.abs().amax()).exponent.clamp(min=-100)
+        scale = torch.ldexp(torch.ones((), device=values.device), exponent) / _LARGEST
+        return (values / scale).to(torch.float16), scale
+    largest = values.abs().amax(-1, keepdim=True).float()
+    scale = torch.where(largest == 0, torch.ones_like(largest), largest / 127)
+    return (values / scale).round().to(torch.int8), scale
