@@ -273,6 +273,7 @@ class _Run:
             "batch size": str(args.per_device_train_batch_size),
             "learning rate": f"{args.learning_rate:g}, {schedule}, by {optimizer}",
             "dropout": args.dropout,
+            "exchange": args.exchange_dtype,
             "seed": f"{args.seed}" + ("" if args.data_seed is None else f", and {args.data_seed} for the data"),
         }
         rows = [{"setting": setting, "value": value} for setting, value in found.items()]

@@ -147,6 +147,7 @@ def summarize(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str
         "local_epochs": args.local_epochs,
         "batch_size": args.per_device_train_batch_size,
         "learning_rate": args.learning_rate,
+        "exchange_dtype": args.exchange_dtype,
         "seed": args.seed,
         "scores": job.scores(metrics, evaluated),
         "higher_is_better": job.higher_is_better,

@@ -87,6 +87,7 @@ Set by `method="coef_j"` with `num_projections=2`, `curvature_bound=None`, `exac
 \| batch size      \| 4                                                 \|
 \| learning rate   \| 0\.005, constant, by adamw_torch\w*\s+\|
 \| dropout         \| synced                                            \|
+\| exchange        \| float32                                           \|
 \| seed            \| 42                                                \|
 
 ## Results
