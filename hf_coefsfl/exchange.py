@@ -108,10 +108,12 @@ class _Packed(Generic[M]):
     kept: Tensor | None
 
     def nbytes(self) -> dict[str, int]:
-        sizes = self.rest.nbytes()
+        sizes: dict[str, int] = {}
         for name, packed in self.tensors.items():
             heading = self.rest.kinds[name]
             sizes[heading] = sizes.get(heading, 0) + packed.nbytes
+        for heading, size in self.rest.nbytes().items():
+            sizes[heading] = sizes.get(heading, 0) + size
         return sizes
 
     def unpack(self) -> M:
