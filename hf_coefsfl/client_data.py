@@ -19,8 +19,8 @@ Batches = list[dict[str, Any]]
 Place = tuple[int, int, int]  # round, client, batch
 
 
-class ClientData(Dataset[Any]):
-    """Mini-batches by (round, client, batch): what is in one depends on nothing else.
+class ClientData:
+    """What the clients train on.
 
     With `dataloader_num_workers` processes fetch, transform and collate the batches of the next clients while a
     client trains.
@@ -33,62 +33,24 @@ class ClientData(Dataset[Any]):
         task: Task,
         args: SplitFedConfig,
     ):
-        self.federation, self.collate, self.task, self.args = federation, collate, task, args
-        self._order: dict[tuple[int, int], list[list[int]]] = {}  # rows of the batches, of the last client asked for
+        self.federation, self.task, self.args = federation, task, args
+        self._collated = CollatedBatches(federation, collate, args)
         self._plan = _Plan()
         self._loader: DataLoader[Any] | None = None
 
     def round(self, round_index: int, clients: Sequence[int]) -> Iterator[list[Any]]:
         """Yield what was made of each client's data, for `checked` to look at."""
         places = [(round_index, client, batch) for client in clients for batch in range(self._count(client))]
-        made = iter(self._workers(places) if self.args.dataloader_num_workers else map(self.__getitem__, places))
+        made = iter(
+            self._workers(places) if self.args.dataloader_num_workers else map(self._collated.__getitem__, places)
+        )
         for client in clients:
             yield [next(made) for _ in range(self._count(client))]
 
     def batches(self, round_index: int, client: int) -> Batches:
         """Return the mini-batches of one client's round."""
-        return self.checked(client, [self[round_index, client, batch] for batch in range(self._count(client))])
-
-    def __getitem__(self, place: Place) -> Any:
-        """Return a collated batch, or the exception that its data raised."""
-        round_index, client, batch = place
-        if (round_index, client) not in self._order:
-            self._order = {(round_index, client): self._shuffled(round_index, client)}
-        set_cpu_random_state(derive_seed(self.args.seed, "data", *place))  # for random augmentation
-        try:
-            return self.collate(self.federation.rows(client, self._order[round_index, client][batch]))
-        except Exception as error:
-            return error
-
-    def _workers(self, places: Sequence[Place]) -> DataLoader[Any]:
-        self._plan.places = places
-        if self._loader is None:
-            args = self.args
-            self._loader = DataLoader(
-                self,
-                sampler=self._plan,
-                batch_size=None,
-                num_workers=args.dataloader_num_workers,
-                prefetch_factor=args.dataloader_prefetch_factor,
-                persistent_workers=True,
-                pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
-            )
-        return self._loader
-
-    def _shuffled(self, round_index: int, client: int) -> list[list[int]]:
-        args = self.args
-        return shuffled_batches(
-            args.seed if args.data_seed is None else args.data_seed,
-            round_index,
-            client,
-            self.federation.sizes[client],
-            args.per_device_train_batch_size,
-            args.dataloader_drop_last,
-        )
-
-    def _count(self, client: int) -> int:
-        whole, left = divmod(self.federation.sizes[client], self.args.per_device_train_batch_size)
-        return whole + (1 if left and not self.args.dataloader_drop_last else 0)
+        places = [(round_index, client, batch) for batch in range(self._count(client))]
+        return self.checked(client, [self._collated[place] for place in places])
 
     def checked(self, client: int, batches: list[Any]) -> Batches:
         """Return the batches in which a label enters the loss; raise what the data raised or labels that do not fit."""
@@ -106,6 +68,48 @@ class ClientData(Dataset[Any]):
         if len(labelled) < len(batches):
             logger.warning("Client %s: %d batches without a label are left out.", name, len(batches) - len(labelled))
         return labelled
+
+    def _count(self, client: int) -> int:
+        whole, left = divmod(self.federation.sizes[client], self.args.per_device_train_batch_size)
+        return whole + (1 if left and not self.args.dataloader_drop_last else 0)
+
+    def _workers(self, places: Sequence[Place]) -> DataLoader[Any]:
+        self._plan.places = places
+        if self._loader is None:
+            args = self.args
+            self._loader = DataLoader(
+                self._collated,
+                sampler=self._plan,
+                batch_size=None,
+                num_workers=args.dataloader_num_workers,
+                prefetch_factor=args.dataloader_prefetch_factor,
+                persistent_workers=True,
+                pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
+            )
+        return self._loader
+
+
+class CollatedBatches(Dataset[Any]):
+    """Mini-batches by (round, client, batch): what is in one depends on nothing else."""
+
+    def __init__(self, federation: Federation, collate: Callable[[list[Any]], dict[str, Any]], args: SplitFedConfig):
+        self.federation, self.collate = federation, collate
+        self.seed, self.data_seed = args.seed, args.seed if args.data_seed is None else args.data_seed
+        self.batch_size, self.drop_last = args.per_device_train_batch_size, args.dataloader_drop_last
+        self._order: dict[tuple[int, int], list[list[int]]] = {}  # rows of the batches, of the last client asked for
+
+    def __getitem__(self, place: Place) -> Any:
+        """Return a collated batch, or the exception that its data raised."""
+        round_index, client, batch = place
+        if (round_index, client) not in self._order:
+            size = self.federation.sizes[client]
+            order = shuffled_batches(self.data_seed, round_index, client, size, self.batch_size, self.drop_last)
+            self._order = {(round_index, client): order}
+        set_cpu_random_state(derive_seed(self.seed, "data", *place))  # for random augmentation
+        try:
+            return self.collate(self.federation.rows(client, self._order[round_index, client][batch]))
+        except Exception as error:
+            return error
 
 
 class _Plan(Sampler[Place]):
