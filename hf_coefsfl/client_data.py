@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from .config import SplitFedConfig
 from .federation import Federation
@@ -109,7 +110,16 @@ class CollatedBatches(Dataset[Any]):
         try:
             return self.collate(self.federation.rows(client, self._order[round_index, client][batch]))
         except Exception as error:
-            return error
+            return error if get_worker_info() is None else _portable(error)
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an exception that can leave its process: the same, or one that says as much."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 class _Plan(Sampler[Place]):

@@ -276,18 +276,26 @@ def test_changed_weights_need_a_new_pass() -> None:
 # ---- Fetching data ----
 
 
+class Lost(Exception):
+    """An exception that cannot be sent to another process."""
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.handle = lambda: text
+
+
 class Noisy(Dataset):  # type: ignore[type-arg]
     """Images with random noise, one of which cannot be read where `broken` says so."""
 
-    def __init__(self, broken: int | None = None):
-        self.rows, self.broken = images(36), broken
+    def __init__(self, broken: int | None = None, odd: bool = False):
+        self.rows, self.broken, self.odd = images(36), broken, odd
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         if i == self.broken:
-            raise OSError("this image is gone")
+            raise Lost("this image is gone") if self.odd else OSError("this image is gone")
         row = self.rows[i]
         return {"pixel_values": row["pixel_values"] + torch.randn(1, 8, 8), "labels": row["labels"]}
 
@@ -300,8 +308,11 @@ def test_workers_change_no_bit(tmp_path: Path) -> None:
     assert same(weights(runs[0]), weights(runs[1]))
 
 
-def test_what_a_worker_meets_is_the_clients_failure(tmp_path: Path) -> None:
+@pytest.mark.parametrize("odd", [False, True])
+def test_what_a_worker_meets_is_the_clients_failure(tmp_path: Path, odd: bool) -> None:
     options = {"num_rounds": 1, "warmup_rounds": 0, "num_clients": 3, "participation": 1.0, "method": "reuse"}
-    run = trainer(tmp_path, data=Noisy(5), dataloader_num_workers=1, on_client_failure="skip", **options)
+    run = trainer(tmp_path, data=Noisy(5, odd), dataloader_num_workers=1, on_client_failure="skip", **options)
     run.train()
-    assert [e["failure"] for e in run.ledger.entries if "failure" in e] == ["OSError: this image is gone"]
+    assert [e["failure"] for e in run.ledger.entries if "failure" in e] == [
+        "RuntimeError: Lost: this image is gone" if odd else "OSError: this image is gone"
+    ]
