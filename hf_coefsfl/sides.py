@@ -172,8 +172,8 @@ class ClientSide(_Side):
         return self.task.output_blocks(smashed.labels, smashed.activations.shape[1])
 
     def _versions(self) -> list[int]:
-        """Count how often each trained weight has been written to."""
-        return [parameter._version for parameter in _parameters(self.optimizer)]
+        """Count how often each trained weight of the half has been written to; a method may train more than those."""
+        return [parameter._version for parameter in self.half.parameters() if parameter.requires_grad]
 
     def _smash(self, batch: int) -> SmashedData:
         inputs, labels = self.task.separate(_on_device(self.batches[batch], self.setting.device))

@@ -152,7 +152,9 @@ class FSLSAGE(Method):
         pairs = [pair for pair in pairs if pair[1].isfinite().all()]  # a batch without any label has no mean loss
         self.network.load(state.auxiliary or self.initial)
         parameters = list(self.network.parameters.values())
-        optimizer = torch.optim.AdamW(parameters, self.align_learning_rate, weight_decay=_WEIGHT_DECAY, eps=_EPS)
+        optimizer = torch.optim.AdamW(
+            parameters, self.align_learning_rate, weight_decay=_WEIGHT_DECAY, eps=_EPS, fused=True
+        )
         steps = state.steps
         for _ in range(self.align_epochs):
             for index in torch.randperm(len(pairs), generator=generator).tolist():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Container
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -103,8 +104,13 @@ def cut_path(half: nn.Module) -> str:
 
 def _subclass(module: nn.Module, behaviour: type[nn.Module]) -> None:
     """Give one module object the `__call__` of `behaviour` on top of its own class."""
-    own = type(module)
-    module.__class__ = type(f"{behaviour.__name__}{own.__name__}", (behaviour, own), {})
+    module.__class__ = _combined(behaviour, type(module))
+
+
+@cache
+def _combined(behaviour: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
+    """Return one class for all modules of a kind: the compiler counts the classes that it meets."""
+    return type(f"{behaviour.__name__}{own.__name__}", (behaviour, own), {})
 
 
 def _emptied(module: nn.Module, behaviour: type[nn.Module]) -> list[nn.Module]:
