@@ -104,7 +104,7 @@ def cut_path(half: nn.Module) -> str:
 
 def _subclass(module: nn.Module, behaviour: type[nn.Module]) -> None:
     """Give one module object the `__call__` of `behaviour` on top of its own class."""
-    module.__class__ = _combined(behaviour, type(module))
+    module.__class__ = _combined(behaviour, type(module))  # type: ignore[arg-type]  # classes can be hashed
 
 
 @cache
