@@ -5,10 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field
+from numbers import Real
 
+import torch
 from accelerate.utils import convert_file_size_to_int
-from transformers import TrainingArguments
+from torch.optim import SGD
+from transformers import SchedulerType, Trainer, TrainingArguments, get_scheduler
+from transformers.training_args import OptimizerNames
 
+from .compilation import check_compile
 from .exchange import EXCHANGE_DTYPES
 from .launching import refuse_sharding
 from .methods import Method, make_method
@@ -21,7 +26,12 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "head": ("full", "lora", "frozen"),
     "on_client_failure": ("raise", "skip"),
     "exchange_dtype": EXCHANGE_DTYPES,
+    "optim": tuple(name.value for name in OptimizerNames),
+    "lr_scheduler_type": tuple(name.value for name in SchedulerType),
 }
+_NUMBERS = (
+    "participation", "client_dropout_rate", "dirichlet_alpha", "learning_rate", "max_grad_norm", "weight_decay"
+)  # fmt: skip
 _HUB_STRATEGIES = ("end", "every_save")
 
 
@@ -136,17 +146,26 @@ class SplitFedConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         """Check the federation's arguments before anything is built."""
-        self.staleness_probe = int(self.staleness_probe)  # True is every round
+        if isinstance(self.staleness_probe, bool):
+            self.staleness_probe = int(self.staleness_probe)  # True is every round
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed and not (name == "head" and value is None):
                 raise ValueError(f"{name}={value!r} is not allowed. Choose one of: {', '.join(allowed)}.")
         for name in ("cut", "num_rounds", "local_epochs", "min_client_samples", "per_device_train_batch_size"):
             at_least(name, getattr(self, name), 1)
-        for name in ("warmup_rounds", "staleness_probe"):
+        for name in ("warmup_rounds", "staleness_probe", "seed"):
             at_least(name, getattr(self, name), 0)
         if self.num_clients is not None:
             at_least("num_clients", self.num_clients, 1)
+        if self.data_seed is not None:
+            at_least("data_seed", self.data_seed, 0)
+        if self.seed >= 2**32:
+            raise ValueError(f"seed={self.seed} is too large for NumPy. Choose one below 2**32.")
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise ValueError(f"{name}={value!r} must be a number, got {type(value).__name__}.")
         if not 0 < self.participation <= 1:
             raise ValueError(
                 f"participation={self.participation} selects nobody or more than everybody. Give the share of clients "
@@ -158,6 +177,9 @@ class SplitFedConfig(TrainingArguments):
             raise ValueError(f"dirichlet_alpha={self.dirichlet_alpha} must be a finite number above 0.")
         if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
             raise ValueError(f"learning_rate={self.learning_rate} must be a finite number above 0.")
+        for name in ("max_grad_norm", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be a finite number of at least 0.")
         if self.method != "vanilla" and self.warmup_rounds >= self.num_rounds:
             logger.warning(
                 "warmup_rounds=%d covers all num_rounds=%d: only vanilla SFL will run, not %s.",
@@ -179,7 +201,19 @@ class SplitFedConfig(TrainingArguments):
         if self.gradient_checkpointing:
             # Feedback is taken with autograd.grad, which the reentrant kind does not support.
             self.gradient_checkpointing_kwargs = dict(self.gradient_checkpointing_kwargs or {}, use_reentrant=False)  # type: ignore[arg-type]
+        check_compile(self)
+        self._try_optimizer()
         self.make_method()
+
+    def _try_optimizer(self) -> None:
+        """Make the optimizer's settings and the schedule once: a package or an argument may be missing."""
+        name, carrier = "optim", SGD([torch.zeros(0)], self.learning_rate)
+        try:
+            Trainer.get_optimizer_cls_and_kwargs(self)
+            name, steps = "lr_scheduler_type", self.get_warmup_steps(self.num_rounds)
+            get_scheduler(self.lr_scheduler_type, carrier, steps, self.num_rounds, self.lr_scheduler_kwargs)  # type: ignore[arg-type]
+        except (ImportError, TypeError, ValueError) as error:
+            raise ValueError(f"{name}={str(getattr(self, name))!r} cannot be used: {error}") from error
 
     def _refuse_unsupported(self) -> None:
         refuse_sharding()
@@ -189,7 +223,6 @@ class SplitFedConfig(TrainingArguments):
             "neftune_noise_alpha": (None, "noise on the embeddings would make the displacement meaningless"),
             "auto_find_batch_size": (False, "the batch size is part of the protocol"),
             "fp16": (False, "local optimizers run without loss scaling; use bf16"),
-            "torch_compile": (False, "the two halves are not compiled yet"),
             "deepspeed": (None, "each process holds the whole model and its own clients"),
         }
         for name, (allowed, reason) in reasons.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from os import PathLike
@@ -26,6 +26,8 @@ class Federation:
 
     datasets: list[Any]  # one that all clients share, or one a client
     partition: Partition
+    _change: Callable[[Any], Any] | None = None  # what is done to a dataset before it is read
+    _changed: dict[int, Any] = field(default_factory=dict)  # the datasets to which it was done, by their place
 
     @classmethod
     def of(cls, data: Any, args: SplitFedConfig) -> Federation:
@@ -93,15 +95,39 @@ class Federation:
 
     def rows(self, client: int, places: Sequence[int]) -> list[Any]:
         """Return the samples at some places of a client's data."""
-        dataset = self.datasets[client if len(self.datasets) > 1 else 0]
+        dataset = self._dataset(client if len(self.datasets) > 1 else 0)
         indices = [int(i) for i in self.partition.indices[client][list(places)]]
         if hasattr(dataset, "__getitems__"):
             return list(dataset.__getitems__(indices))
         return [dataset[i] for i in indices]
 
+    def _dataset(self, place: int) -> Any:
+        if self._change is None:
+            return self.datasets[place]
+        if place not in self._changed:
+            self._changed[place] = self._change(self.datasets[place])
+        return self._changed[place]
+
     def map_datasets(self, function: Callable[[Any], Any]) -> Federation:
-        """Return the same federation over changed datasets (columns removed, say)."""
-        return Federation([function(dataset) for dataset in self.datasets], self.partition)
+        """Return the same federation over changed datasets (columns removed, say).
+
+        Of many datasets, each is changed when it is first read: a round needs those of a few clients only.
+        """
+        if len(self.datasets) == 1:
+            return Federation([function(self.datasets[0])], self.partition)
+        return replace(self, _change=function, _changed={})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Send the changed datasets to another process, and not the function, which may not be sent."""
+        return Federation, ([self._dataset(place) for place in range(len(self.datasets))], self.partition)
+
+    def examples(self) -> list[int]:
+        """Return clients whose samples stand for all: one for each set of columns, or all where these are not known."""
+        found: dict[Any, int] = {}
+        for client, dataset in enumerate(self.datasets):
+            features = getattr(dataset, "features", None)
+            found.setdefault(client if features is None else str(features), client)
+        return list(found.values())
 
     def plot(self, path: str | PathLike[str], column: str | None = None) -> None:
         """Save a picture of the samples of each client and class."""

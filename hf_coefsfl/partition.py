@@ -23,6 +23,8 @@ Scheme = Literal["iid", "dirichlet", "column"]
 LABEL_COLUMNS = ("labels", "label")
 # Beyond these, numpy's Dirichlet sampler underflows or overflows; the partitions no longer change by then.
 ALPHA_RANGE = (1e-6, 1e9)
+# Draws of a Dirichlet partition of which the best leaves more clients short than this: chance will not mend it.
+_HOPELESS_DRAWS, _HOPELESS_CLIENTS = 20, 50
 # One stream per scheme: IID and Dirichlet partitions of one seed do not share their randomness.
 _IID_STREAM, _DIRICHLET_STREAM = 0, 1
 
@@ -77,7 +79,7 @@ def dirichlet(
 
     Small `alpha`: a client has few classes and sizes differ much; large `alpha`: close to IID.
     The proportions of all classes are drawn again, at most `max_tries` times, until each client
-    has `min_size` rows. The rows of a client come shuffled.
+    has `min_size` rows; fewer times where the draws are far from it. The rows of a client come shuffled.
 
     Args:
         labels: one discrete label per row: ints, strings or booleans, in a list, array or tensor.
@@ -99,20 +101,23 @@ def dirichlet(
     class_sizes = np.bincount(codes, minlength=len(classes))
 
     best: NDArray[np.int64] | None = None  # sizes of the draw that came closest
-    for _ in range(max_tries):
+    tries = 0
+    while True:
+        fewest = len(codes) if best is None else (best < min_size).sum()
+        if tries == max_tries or (tries == _HOPELESS_DRAWS and fewest > _HOPELESS_CLIENTS):
+            reached = "" if best is None else _describe_shortfall(best, min_size)
+            raise ValueError(
+                f"none of {tries} draws of Dir({alpha:g}) gave each of {num_clients} clients "
+                f"min_client_samples={min_size} of the {len(codes)} rows{reached}; use a larger dirichlet_alpha, fewer "
+                "clients or a smaller min_client_samples"
+            )
+        tries += 1
         counts = _draw_counts(rng, class_sizes, num_clients, alpha)
         sizes = counts.sum(axis=0)
         if sizes.min() >= min_size:
             break
-        if best is None or (sizes < min_size).sum() < (best < min_size).sum():
+        if (sizes < min_size).sum() < fewest:
             best = sizes
-    else:
-        reached = "" if best is None else _describe_shortfall(best, min_size)
-        raise ValueError(
-            f"none of {max_tries} draws of Dir({alpha:g}) gave each of {num_clients} clients "
-            f"min_client_samples={min_size} of the {len(codes)} rows{reached}; use a larger dirichlet_alpha, fewer "
-            "clients or a smaller min_client_samples"
-        )
 
     rows = rng.permutation(len(codes))
     rows = rows[np.argsort(codes[rows], kind="stable")]  # class by class, shuffled within each
@@ -194,7 +199,7 @@ def column_values(dataset: Any, column: str | None = None) -> NDArray[Any]:
                 f"holds the labels, one of {present}"
             )
     elif column not in present:
-        raise ValueError(f"the dataset has no column {column!r}; it has {present}")
+        raise ValueError(f"the dataset has no column {column!r}; it has {present}: see partition_column")
     if _is_hf_dataset(dataset):
         feature = dataset.features[column]
         if not hasattr(feature, "dtype") or feature.dtype in ("list", "dict") or hasattr(feature, "decode"):
@@ -362,7 +367,7 @@ def _check_sizes(num_samples: int, num_clients: int, min_size: int) -> None:
     if num_clients * min_size > num_samples:
         raise ValueError(
             f"{num_samples} rows cannot give {num_clients} clients {min_size} each: use at most "
-            f"{num_samples // min_size} clients, or a smaller min_client_samples"
+            f"{num_samples // min_size} clients (num_clients), or a smaller min_client_samples"
         )
 
 

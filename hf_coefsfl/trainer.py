@@ -21,6 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotat
 
 from .adapters import default_lora, save_halves, trainable_sides
 from .checkpoints import clear, fault, is_checkpoint, last_whole, seal
+from .compilation import compile_blocks
 from .config import SplitFedConfig
 from .evaluation import EvaluatingTrainer
 from .federation import Federation
@@ -120,6 +121,7 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         if args.gradient_checkpointing:  # before the split: the halves are clones of the modules
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
         self.split = split_model(model, args.cut, args.blocks)
+        compile_blocks(self.split, args, self.accelerator)
         self._halves = nn.ModuleList([self.split.client, self.split.server])
         self.client_parameters, self.server_parameters = trainable_sides(self.split)
         self.task = Task.of(base, self.label_names)
@@ -182,8 +184,8 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
             self.federation = self.federation.map_datasets(lambda d: self._remove_unused_columns(d, "training"))
         else:
             collate = self._get_collator_with_removed_columns(self.data_collator, "training")
-        # Clients that share a dataset share its columns.
-        for client in range(len(self.federation.datasets)):
+        # Clients that share a dataset, or its columns, share what is looked at.
+        for client in self.federation.examples():
             self._check_sample(collate(self.federation.rows(client, [0])))
         return Simulation(self.split, self.task, self.federation, collate, self.args, self.accelerator)
 
@@ -295,6 +297,7 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
             for name in dict.fromkeys(name for report in self._reports for name in report):
                 values = [report[name] for report in self._reports if name in report]
                 logs[name] = sum(values) if name in SUMMED else sum(values) / len(values)
+            logs["loss"] = logs.get("server_loss", logs["loss"])  # not rounded by a mean over the processes
             self._reports.clear()
         super().log(logs, start_time)
 

@@ -49,7 +49,6 @@ from hf_coefsfl import SplitFedConfig, SplitFedTrainer
         ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5.0 does not work"),
         ({"auto_find_batch_size": True}, r"auto_find_batch_size=True does not work"),
         ({"fp16": True}, r"fp16=True does not work.*use bf16"),
-        ({"torch_compile": True}, r"torch_compile=True does not work"),
         ({"fsdp": "full_shard"}, r"fsdp='full_shard' does not work"),
         ({"eval_strategy": "epoch"}, r"eval_strategy='epoch': there are no epochs over rounds"),
         ({"dropout": "off", "gradient_checkpointing": True}, r"dropout='off' runs the model in eval mode"),

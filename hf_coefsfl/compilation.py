@@ -1,0 +1,64 @@
+"""`torch_compile=True`: the blocks of both halves are compiled one by one, the rest of the model is not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
+
+from .split import SplitModel
+from .split.stand_ins import PassThrough, Stop
+from .split.surgery import cut_path
+
+if TYPE_CHECKING:
+    from .config import SplitFedConfig
+
+_DIFFERENTIATED_TWICE = ("ggn",)  # methods that differentiate the server's passes twice; compiled blocks can be once
+_MODES = ("default", "max-autotune-no-cudagraphs")
+
+
+def check_compile(args: SplitFedConfig) -> None:
+    """Refuse what does not work together with compiled blocks."""
+    if not args.torch_compile:
+        return
+    if args.torch_compile_mode not in (None, *_MODES):
+        raise ValueError(
+            f"torch_compile_mode={args.torch_compile_mode!r} does not work with split federated training: it may "
+            "replay CUDA graphs, which overwrite activations that a round still needs. Choose one of: "
+            f"{', '.join(_MODES)}."
+        )
+    if args.gradient_checkpointing:
+        raise ValueError(
+            "torch_compile=True and gradient_checkpointing=True do not go together: the compiler decides itself what a "
+            "block keeps for its backward pass. Leave one of them out."
+        )
+
+
+def compile_blocks(split: SplitModel, args: SplitFedConfig, accelerator: Accelerator) -> None:
+    """Compile each block that a half computes, where `args.torch_compile` asks for it, in place.
+
+    Parameters, their names and what is saved stay as they are. Evaluation runs the unsplit model as it is: Accelerate
+    would compile it as a whole, and is told not to.
+    """
+    accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
+    if not args.torch_compile:
+        return
+    # Methods that send projections go through the graph of one forward pass several times.
+    torch._functorch.config.donated_buffer = False
+    options = compile_options(args)
+    halves = (split.client,) if args.method in _DIFFERENTIATED_TWICE else (split.client, split.server)
+    for half in halves:
+        for block in half.get_submodule(cut_path(half)).children():
+            if not isinstance(block, (Stop, PassThrough)):
+                block.compile(**options)
+
+
+def compile_options(args: SplitFedConfig) -> dict[str, Any]:
+    """Return the arguments for `torch.compile`."""
+    if args.torch_compile_backend != "inductor":
+        return {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+    # Inductor's own random numbers differ between passes with and without a graph; torch's keep dropout in step.
+    options = torch._inductor.list_mode_options(args.torch_compile_mode) if args.torch_compile_mode else {}
+    return {"backend": "inductor", "options": {**options, "fallback_random": True}}
