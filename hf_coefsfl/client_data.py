@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from .config import SplitFedConfig
@@ -23,8 +23,8 @@ Place = tuple[int, int, int]  # round, client, batch
 class ClientData:
     """What the clients train on.
 
-    With `dataloader_num_workers` processes fetch, transform and collate the batches of the next clients while a
-    client trains.
+    With `dataloader_num_workers` processes fetch, transform and collate the next batches (`dataloader_prefetch_factor`
+    of them each, two by default) while a client trains.
     """
 
     def __init__(
@@ -41,12 +41,24 @@ class ClientData:
 
     def round(self, round_index: int, clients: Sequence[int]) -> Iterator[list[Any]]:
         """Yield what was made of each client's data, for `checked` to look at."""
+        made = self._made(round_index, clients)
+        for number, client in enumerate(clients, start=1):
+            try:
+                batches = [_own(next(made)) for _ in range(self._count(client))]
+            except Exception as error:  # a worker died: this client fails, the others get new workers
+                self.close()
+                batches, made = [error], self._made(round_index, clients[number:])
+            yield batches
+
+    def _made(self, round_index: int, clients: Sequence[int]) -> Iterator[Any]:
         places = [(round_index, client, batch) for client in clients for batch in range(self._count(client))]
-        made = iter(
-            self._workers(places) if self.args.dataloader_num_workers else map(self._collated.__getitem__, places)
-        )
-        for client in clients:
-            yield [next(made) for _ in range(self._count(client))]
+        if not self.args.dataloader_num_workers:
+            return map(self._collated.__getitem__, places)
+        return iter(self._workers(places))
+
+    def close(self) -> None:
+        """End the workers; the next round starts new ones."""
+        self._loader = None
 
     def batches(self, round_index: int, client: int) -> Batches:
         """Return the mini-batches of one client's round."""
@@ -85,7 +97,7 @@ class ClientData:
                 num_workers=args.dataloader_num_workers,
                 prefetch_factor=args.dataloader_prefetch_factor,
                 persistent_workers=True,
-                pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
+                pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
             )
         return self._loader
 
@@ -111,6 +123,13 @@ class CollatedBatches(Dataset[Any]):
             return self.collate(self.federation.rows(client, self._order[round_index, client][batch]))
         except Exception as error:
             return error if get_worker_info() is None else _portable(error)
+
+
+def _own(batch: Any) -> Any:
+    """Return a batch in memory of this process: each tensor that a worker shares holds a file open."""
+    if not isinstance(batch, Mapping):
+        return batch
+    return {name: t.clone() if isinstance(t, Tensor) and t.is_shared() else t for name, t in batch.items()}
 
 
 def _portable(error: Exception) -> Exception:

@@ -98,7 +98,7 @@ class SplitFedConfig(TrainingArguments):
             "float16 or int8."
         },
     )
-    exchange_memory_limit: str | int | None = field(
+    exchange_memory_limit: int | str | None = field(  # in the order that HfArgumentParser understands
         default=None,
         metadata={
             "help": "Memory for the exchange of a client's round in a process, e.g. 2GiB; what exceeds it goes to a "

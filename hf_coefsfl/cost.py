@@ -1,9 +1,9 @@
 """What a round of each method costs one client and the server, without training.
 
-The round script of a method itself is run on the two halves of the model, with one or two samples,
-and counted. What it moves and computes is a + b·B + c·N for B batches of N samples in all, so three
-such rounds tell what any round costs. Where a method is not of that
-form (GAS, FSL-SAGE), its own options and functions say how it goes on.
+The round script of a method itself is run on the two halves of the model, with one or two samples a
+batch, and counted. What it moves and computes is a + b·B + c·N + d·n₁ for B batches of N samples in all
+and n₁ in the first, whose forward pass the client need not repeat; so four such rounds tell what any round
+costs. Where a method is not of that form (GAS, FSL-SAGE), its own options and functions say how it goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from transformers import PreTrainedModel
 from .adapters import default_lora, trainable_sides
 from .backbones import Samples
 from .double_backward import differentiable_attention
+from .exchange import EXCHANGE_DTYPES, Store
 from .flops import CountedLink, CountedServer, OperationCounter
+from .footprint import Footprint, Run, footprint
 from .methods import METHODS, Method, make_method
 from .methods.fsl_sage import FSLSAGE
 from .methods.gas import GAS, num_generated, share_of
@@ -31,7 +33,7 @@ from .split import SplitModel, find_blocks, split_model
 # Headings of the meter that the paper's table leaves out: labels, masks, scalars; federated averaging.
 EXTRAS = ("extras", "adapters")
 Numbers = dict[str, int]  # what was counted, by name
-Coefficients = dict[str, tuple[int, int, int]]  # a, b and c of a + b·B + c·N
+Coefficients = dict[str, tuple[int, int, int]]  # a, b and c of a + b·B + c·N, and (d, 0, 0) under `first.<name>`
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Cost:
     server_flops: int
     placeholder_flops: int  # of embeddings that run on placeholders, in none of the others
     client_memory: Numbers = field(default_factory=dict)  # bytes by what they are for
+    footprint: Footprint | None = None  # of a run of such rounds, if asked for
 
     def row(self, network: Network | None = None) -> dict[str, Any]:
         """Return the cost as one row of the table: MiB, GFLOPs per sample and per round, seconds."""
@@ -84,7 +87,7 @@ class Cost:
         if network is not None:
             total = sum(self.up.values()) + sum(self.down.values())
             row["seconds"] = network.seconds(total, self.transfers)
-        return row
+        return row | (self.footprint.row() if self.footprint is not None else {})
 
 
 def _main(sizes: Mapping[str, int]) -> int:
@@ -129,7 +132,19 @@ class Kind:
 class CostModel:
     """Costs the methods on one model: LoRA is put on it once, and it is split anew for each cut."""
 
-    def __init__(self, model: PreTrainedModel, *, head: str | None = None, sequence_length: int | None = None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        head: str | None = None,
+        sequence_length: int | None = None,
+        exchange_dtype: str = "float32",
+    ):
+        if exchange_dtype not in EXCHANGE_DTYPES:
+            raise ValueError(
+                f"exchange_dtype={exchange_dtype!r} is not allowed. Choose one of: {', '.join(EXCHANGE_DTYPES)}."
+            )
+        self.exchange_dtype = exchange_dtype
         self.samples = Samples(model, sequence_length)
         self.model = get_peft_model(model, default_lora(model, head=head))
         self._splits: dict[int, SplitModel] = {}
@@ -145,34 +160,44 @@ class CostModel:
             self._splits = {cut: split_model(self.model, cut).train()}
         return self._splits[cut]
 
-    def costs(self, method: Method, cut: int, plan: Round) -> list[Cost]:
-        """Return what a method costs, one entry for each kind of round it has.
+    def costs(self, method: Method, cut: int, plan: Round, run: Run | None = None) -> list[Cost]:
+        """Return what a method costs, one entry for each kind of round it has; with `run` also what a run takes.
 
         Raises a ValueError where the method cannot train this model.
         """
         kinds = self.kinds(method, cut, plan.local_epochs)
-        return [self._cost(kind, coefficients, cut, plan) for kind, coefficients in kinds]
+        costs = [self._cost(kind, coefficients, cut, plan) for kind, coefficients in kinds]
+        if run is None:
+            return costs
+        plain = next(_kinds(method))  # aligning is left out of the memory
+        generated = generated_samples(method, plan, self.samples.task.num_labels) if isinstance(method, GAS) else 0
+        taken = footprint(self, plain.method, cut, plan, run, costs[0], index=plain.index, generated=generated)
+        return [replace(cost, footprint=taken) for cost in costs]
 
     def kinds(self, method: Method, cut: int, local_epochs: int = 1) -> list[tuple[Kind, Coefficients]]:
-        """Return the kinds of round that a method has, each with (a, b, c) of all that is counted."""
+        """Return the kinds of round that a method has, each with (a, b, c), and d, of all that is counted."""
         method.check_task(self.samples.task)
         found: list[tuple[Kind, Coefficients]] = []
         for kind in _kinds(method):
             if kind.aligns_in is None:
-                sizes = ([1], [2], [1, 1])
+                sizes = ([1], [2], [1, 1], [1, 2])
                 rounds = [self.measure(kind.method, cut, batches, local_epochs, kind.index) for batches in sizes]
-                names = dict.fromkeys(name for counted in rounds for name in counted)
-                found.append((kind, {name: _solve(*(r.get(name, 0) for r in rounds)) for name in names}))
+                found.append((kind, _solve(*rounds)))
             else:
                 found.append((kind, self._aligned(kind, found[-1][1], cut, local_epochs)))
         return [(kind, counted) for kind, counted in found if kind.happens]
 
     def _cost(self, kind: Kind, coefficients: Coefficients, cut: int, plan: Round) -> Cost:
-        N, B = plan.num_samples, len(plan.sizes)
-        counted = {name: a + b * B + c * N for name, (a, b, c) in coefficients.items()}
+        N, B, first = plan.num_samples, len(plan.sizes), plan.sizes[0]
+
+        def value(name: str, batches: int, samples: int) -> int:
+            a, b, c = coefficients[name]
+            return a + b * batches + c * samples + coefficients.get(f"first.{name}", (0,))[0] * first
+
+        counted = {name: value(name, B, N) for name in coefficients if not name.startswith("first.")}
         # What lives for one batch grows with its size only.
         for name in ("memory.activations", "memory.batch_messages"):
-            counted[name] = sum(coefficients[name]) + coefficients[name][2] * (min(plan.batch_size, N) - 1)
+            counted[name] = value(name, 1, first)
         for name in ("memory.weights", "memory.optimizer"):
             counted[name] = sum(coefficients[name])
         if isinstance(kind.method, GAS):
@@ -212,13 +237,18 @@ class CostModel:
         aligned = dict(plain)
         for name, counted in once.items():
             a, b, c = plain.get(name, (0, 0, 0))
-            added = counted - (a + b + c)
+            added = counted - (a + b + c + plain.get(f"first.{name}", (0,))[0])
             if name in ("server_flops", "placeholder_flops"):
                 epochs = (kind.aligns_in.align_epochs - 1) * (twice[name] - counted)
                 aligned[f"alignment.{name}"] = (added + epochs, 0, 0)
             elif not name.startswith("memory."):
                 aligned[name] = (a + added, b, c)
         return aligned
+
+    def setting(self, local_epochs: int = 1, round_index: int = 0) -> Setting:
+        """Return where a measured round stands."""
+        store = Store(self.exchange_dtype)
+        return Setting(seed=0, round_index=round_index, client=0, local_epochs=local_epochs, store=store)
 
     def measure(
         self,
@@ -232,7 +262,7 @@ class CostModel:
     ) -> Numbers:
         """Run a round of the method over batches of the given sizes and return all that was counted."""
         split, task = self.split(cut), self.samples.task
-        setting = Setting(seed=0, round_index=round_index, client=0, local_epochs=local_epochs)
+        setting = self.setting(local_epochs, round_index)
         ours, theirs = trainable_sides(split)
         # A learning rate of zero: the optimizers work, and the weights stay as they are for the next round.
         optimizers = [torch.optim.AdamW(list(side.values()), lr=0.0) for side in (ours, theirs)]
@@ -245,7 +275,7 @@ class CostModel:
             with differentiable_attention(), server.counter:
                 method.round(link, server)
         link.federate({**ours, **method.federated()}, {})  # an averaged head is none of the paper's table
-        exchanged = sum(sum(message.nbytes().values()) for message in client.initial)
+        exchanged = sum(client.initial.nbytes().values())
         numbers = {
             "transfers": link.meter.transfers,
             "client_flops": server.counter.flops["client"],
@@ -266,11 +296,18 @@ class CostModel:
         return numbers
 
 
-def _solve(one: int, two: int, one_one: int) -> tuple[int, int, int]:
-    """Return (a, b, c) of a + b·B + c·N from rounds of one sample, of one batch of two, of two batches of one."""
-    per_sample = two - one
-    per_batch = one_one - one - per_sample
-    return one - per_batch - per_sample, per_batch, per_sample
+def _solve(one: Numbers, two: Numbers, one_one: Numbers, one_two: Numbers) -> Coefficients:
+    """Return a, b, c and d of a + b·B + c·N + d·n₁ from rounds with batches of these sizes."""
+    solved: Coefficients = {}
+    for name in dict.fromkeys([*one, *two, *one_one, *one_two]):
+        x, y, z, w = (counted.get(name, 0) for counted in (one, two, one_one, one_two))
+        per_sample = w - z
+        per_batch = z - x - per_sample
+        of_first = y - x - per_sample
+        solved[name] = (x - per_batch - per_sample - of_first, per_batch, per_sample)
+        if of_first:
+            solved[f"first.{name}"] = (of_first, 0, 0)
+    return solved
 
 
 def _below(counted: Numbers, prefix: str) -> Numbers:
@@ -307,11 +344,16 @@ def generated_samples(method: GAS, plan: Round, num_labels: int) -> int:
 
 
 def cost_methods(
-    model: CostModel, methods: Iterable[str], cut: int, plan: Round, options: Mapping[str, Any] | None = None
+    model: CostModel,
+    methods: Iterable[str],
+    cut: int,
+    plan: Round,
+    options: Mapping[str, Any] | None = None,
+    run: Run | None = None,
 ) -> list[Cost]:
     """Return the costs of some methods by name; `options` holds the `method_kwargs` of those that have any."""
     chosen = [make_method(name, (options or {}).get(name)) for name in methods]
-    return [cost for method in chosen for cost in model.costs(method, cut, plan)]
+    return [cost for method in chosen for cost in model.costs(method, cut, plan, run)]
 
 
 def known_methods() -> list[str]:

@@ -30,7 +30,8 @@ class Store:
             (each vector of the last dimension) by its largest entry.
         memory_limit: bytes up to which values stay in memory; None: all do.
         folder: where the file for the others goes. It has no name, so that it is gone as soon as the process is.
-        unpadded: whether positions that are not kept are left out.
+        leading: whether positions before the first that is kept are left out.
+        trailing: the same for those after the last.
     """
 
     def __init__(
@@ -38,11 +39,23 @@ class Store:
         dtype: str = "float32",
         memory_limit: int | None = None,
         folder: str | os.PathLike[str] | None = None,
-        unpadded: bool = False,
+        leading: bool = False,
+        trailing: bool = False,
     ):
-        self.dtype, self.memory_limit, self.folder, self.unpadded = dtype, memory_limit, folder, unpadded
+        self.dtype, self.memory_limit, self.folder = dtype, memory_limit, folder
+        self.leading, self.trailing = leading, trailing
         self.in_memory, self.on_disk = 0, 0  # bytes
         self._file: IO[bytes] | None = None
+
+    def positions(self, kept: Tensor | None) -> Tensor | None:
+        """Return which positions (b, T) are kept here of those that hold something; None: all."""
+        if kept is None or not (self.leading or self.trailing):
+            return None
+        if not self.leading:
+            kept = kept.flip(1).cumsum(1).flip(1) > 0
+        if not self.trailing:
+            kept = kept.cumsum(1) > 0
+        return kept
 
     def place(self, values: Tensor) -> Tensor | _Mapped:
         """Keep values in memory if they fit, else in the file."""
@@ -51,6 +64,8 @@ class Store:
             self.in_memory += size
             return values
         if self._file is None:
+            if self.folder is not None:
+                os.makedirs(self.folder, exist_ok=True)  # on another node nobody may have made it yet
             # Closing it is left to whoever holds it last: this store, or a mapping.
             self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
         start = -(-self.on_disk // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
@@ -78,10 +93,18 @@ class _Mapped:
 
 
 @dataclass(frozen=True)
+class _Places:
+    """The kept positions of (samples, tokens), counted through: found once, as finding them waits for the device."""
+
+    shape: torch.Size
+    index: Tensor
+
+
+@dataclass(frozen=True)
 class _PackedTensor:
     values: Tensor | _Mapped
     scale: Tensor | None
-    kept: Tensor | None  # (b, T), where positions were left out
+    places: _Places | None  # where positions were left out
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
@@ -92,11 +115,11 @@ class _PackedTensor:
         if self.scale is not None:
             values = values.to(self.scale.dtype) * self.scale
         values = values.to(self.dtype)
-        if self.kept is None:
+        if self.places is None:
             return values.view(self.shape)
-        full = values.new_zeros((*self.kept.shape, *values.shape[1:]))
-        full[self.kept] = values
-        return full.movedim(1, -2)
+        samples, tokens = self.places.shape
+        full = values.new_zeros((samples * tokens, *values.shape[1:])).index_copy_(0, self.places.index, values)
+        return full.view(samples, tokens, *values.shape[1:]).movedim(1, -2)
 
 
 @dataclass(frozen=True)
@@ -135,8 +158,9 @@ class Exchange(Sequence[M]):
 
     def append(self, message: M, kept: Tensor | None = None) -> None:
         """Pack a message; `kept` says which token positions (b, T) hold anything."""
-        kept = kept if self.store.unpadded else None
-        packed = {name: self._pack(t, kept) for name, t in message.tensors().items() if _is_packed(message, name, t)}
+        kept = self.store.positions(kept)
+        places = None if kept is None else _Places(kept.shape, kept.flatten().nonzero().squeeze(1))
+        packed = {name: self._pack(t, places) for name, t in message.tensors().items() if _is_packed(message, name, t)}
         empty: dict[str, Any] = dict.fromkeys(packed)
         self._packed.append(_Packed(replace(message, **empty), packed, kept))
 
@@ -146,14 +170,14 @@ class Exchange(Sequence[M]):
             self.append(message, positions)
         return self
 
-    def _pack(self, t: Tensor, kept: Tensor | None) -> _PackedTensor:
-        if kept is not None and (t.shape[0], t.shape[-2]) != kept.shape:
-            kept = None  # not a tensor over token positions
-        values = t if kept is None else t.movedim(-2, 1)[kept]
+    def _pack(self, t: Tensor, places: _Places | None) -> _PackedTensor:
+        if places is not None and (t.shape[0], t.shape[-2]) != places.shape:
+            places = None  # not a tensor over token positions
+        values = t if places is None else t.movedim(-2, 1).flatten(0, 1).index_select(0, places.index)
         values, scale = _convert(values, self.store.dtype)
         nbytes = sum(x.numel() * x.element_size() for x in (values, scale) if x is not None)
         placed = self.store.place(values) if self.lasting else values
-        return _PackedTensor(placed, scale, kept, t.shape, t.dtype, t.device, nbytes)
+        return _PackedTensor(placed, scale, places, t.shape, t.dtype, t.device, nbytes)
 
     def __len__(self) -> int:
         """Return the number of messages."""

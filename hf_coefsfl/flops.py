@@ -164,20 +164,21 @@ class CountedLink(LocalLink):
 
         self.saved = SavedActivations(is_weight)
 
-    def upload(self, batches: Sequence[int] | None = None) -> list[SmashedData]:
+    def upload(self, batches: Sequence[int] | None = None) -> Sequence[SmashedData]:
         """Count the client's upload."""
         with self.counter.on_client(), self.saved.recording():
             return super().upload(batches)
 
     def update(self, messages: Sequence[Message] | None = None, batches: Sequence[int] | None = None) -> None:
         """Count the client's update, and note how much it is given at once."""
-        size = sum(sum(message.nbytes().values()) for message in messages or ())
+        before = sum(self.meter.down.values())
+        with self.counter.on_client(), self.saved.recording():
+            super().update(messages, batches)
+        size = sum(self.meter.down.values()) - before
         if batches is None:
             self.round_messages += size
         else:
             self.batch_messages = max(self.batch_messages, size)
-        with self.counter.on_client(), self.saved.recording():
-            super().update(messages, batches)
 
     def foreign_weights(self) -> int:
         """Bytes of the weights that the client worked with and that are not its half's: auxiliary networks."""

@@ -31,6 +31,9 @@ def kept_positions(smashed: SmashedData, task: Task) -> Tensor | None:
     mask = position_mask(smashed)
     if mask is None or task.loss_type == SPANS or not task.has_known_curvature:
         return None
+    padding = smashed.context.get("padding")
+    if padding is not None and padding.shape == mask.shape:  # a classifier may pool by the ids, whatever the mask says
+        mask = mask | ~padding
     for block in task.output_blocks(smashed.labels) if smashed.labels else ():
         if block.mask.shape == mask.shape:
             mask = mask | block.mask
@@ -55,6 +58,12 @@ def ignores_padding(server: nn.Module, smashed: SmashedData) -> bool:
                 total = total + (output[mask] if output.shape[:2] == mask.shape else output).float().square().sum()
     (gradient,) = torch.autograd.grad(total, leaf)
     return not bool(gradient[~mask].count_nonzero())
+
+
+def mirrored(smashed: SmashedData) -> SmashedData:
+    """Return smashed data as if it were padded on the other side."""
+    sided = ("attention_mask", "padding")
+    return replace(smashed, context={n: t.flip(1) if n in sided else t for n, t in smashed.context.items()})
 
 
 def without_padding(t: Tensor, kept: Tensor | None) -> Tensor:

@@ -29,7 +29,7 @@ from .links import LocalLink, synchronize
 from .methods import GradientReuse, Method, make_method
 from .methods.base import Kept
 from .outputs import Task
-from .padding import ignores_padding
+from .padding import ignores_padding, mirrored
 from .probe import ProbePoint, probe_staleness
 from .rounds import (
     assign_clients,
@@ -58,7 +58,9 @@ class Simulation:
         self.split, self.task, self.federation = split, task, federation
         self.args, self.accelerator = args, accelerator
         self.data = ClientData(federation, collate, task, args)
-        self._unpadded = ignores_padding(split.server, example_smashed(split))
+        example = example_smashed(split)
+        # Whether padding before and after the tokens can be left out: a model may always read the first position.
+        self._inert = tuple(ignores_padding(split.server, data) for data in (mirrored(example), example))
         self.client_parameters, self.server_parameters = trainable_sides(split)
         self.warmup, self.method = make_method("vanilla"), args.make_method()
         self.set_up_method()
@@ -168,7 +170,7 @@ class Simulation:
         args = self.args
         limit = args.exchange_memory_limit
         assert not isinstance(limit, str)
-        return Store(args.exchange_dtype, limit, args.output_dir, self._unpadded)
+        return Store(args.exchange_dtype, limit, args.output_dir, *self._inert)
 
     def _sides(
         self, round_index: int, client: int, batches: Batches, learning_rate: float

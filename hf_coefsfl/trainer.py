@@ -222,7 +222,11 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         self.ledger, self._reports = Ledger(), []
         if self.simulation is not None:
             self.simulation.staleness = []
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            if self.simulation is not None:
+                self.simulation.data.close()
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the loader of the rounds; each item is a round's index, the same in every process."""

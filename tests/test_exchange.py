@@ -10,10 +10,17 @@ import torch
 from federated import images, same, texts, tiny_bert, trainer, weights
 from torch.utils.data import Dataset
 from toy import CAUSAL, CLASSIFICATION, SPANS, TOKENS, toy_sides
-from transformers import ConvBertConfig, ConvBertForSequenceClassification, GPT2Config, GPT2ForSequenceClassification
+from transformers import (
+    ConvBertConfig,
+    ConvBertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    HfArgumentParser,
+)
 
 from hf_coefsfl import METHODS, SplitFedConfig, split_model
 from hf_coefsfl.auxiliary import example_smashed
+from hf_coefsfl.client_data import _own
 from hf_coefsfl.exchange import EXCHANGE_DTYPES, Exchange, Store
 from hf_coefsfl.links import LocalLink
 from hf_coefsfl.messages import Feedback, SmashedData
@@ -79,7 +86,7 @@ def test_small_and_whole_numbers_go_as_they_are() -> None:
 def test_padding_is_left_out() -> None:
     kept = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 1, 1]]).bool()
     curvature = torch.randn(3, 2, 4, 5, 8)  # (b, blocks, R, T, d)
-    exchange = packed(Store(unpadded=True), Feedback(values(), curvature, torch.ones(3, 2)), kept)
+    exchange = packed(Store(leading=True, trailing=True), Feedback(values(), curvature, torch.ones(3, 2)), kept)
     back = exchange[0]
     assert torch.equal(back.gradient, values() * kept[..., None])
     assert torch.equal(back.curvature, curvature * kept[:, None, None, :, None])
@@ -119,7 +126,7 @@ def test_models_that_read_padding_are_found() -> None:
 def texts_run(folder: Path, **changes: Any) -> Any:
     """Train on padded texts; not evaluated."""
     changes = {"num_rounds": 2, "warmup_rounds": 0, "num_clients": 4, **changes}
-    run = trainer(folder, model=tiny_bert(), data=texts(48), eval_dataset=texts(8), **changes)
+    run = trainer(folder, model=tiny_bert(), **({"data": texts(48), "eval_dataset": texts(8)} | changes))
     run.train()
     return run
 
@@ -139,9 +146,39 @@ def test_without_padding_nothing_changes_but_the_bytes(
     for direction in ("up", "down"):
         less, more = (getattr(run.ledger.total, direction) for run in (short, padded))
         for heading in ("smashed_data", "gradients", "curvature"):
-            if heading in more and method != "mu_splitfed":
+            if heading in more and (method, heading) != ("mu_splitfed", "gradients"):  # a float a batch
                 assert less[heading] < 0.9 * more[heading]
         assert less.get("extras") == more.get("extras")
+
+
+def padded_left(size: int) -> Any:
+    """The texts with their padding in front."""
+
+    def shift(row: dict[str, Any]) -> dict[str, Any]:
+        places = (8 - int(sum(row["attention_mask"])) + torch.arange(8)).remainder(8).argsort()
+        return {name: torch.as_tensor(row[name])[places].tolist() for name in ("input_ids", "attention_mask")}
+
+    return texts(size).map(shift)
+
+
+def test_padding_that_is_read_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """BERT's classifier reads the first position, whatever is there."""
+    data = padded_left(48)
+    assert data[0]["attention_mask"].tolist() == sorted(data[0]["attention_mask"].tolist())
+    short = texts_run(tmp_path / "short", data=data, method="vanilla")
+    monkeypatch.setattr("hf_coefsfl.simulation.ignores_padding", lambda *_: False)
+    whole = texts_run(tmp_path / "whole", data=data, method="vanilla")
+    assert same(weights(short), weights(whole)) and short.ledger.entries == whole.ledger.entries
+
+
+def test_what_a_classifier_pools_by_is_sent() -> None:
+    """GPT-2 pools at the last id that is no padding id, even where the mask is 0."""
+    mask = torch.tensor([[1, 1, 0, 0]]).bool()
+    context = {"attention_mask": mask, "padding": torch.zeros(1, 4).bool()}
+    assert (
+        kept_positions(SmashedData(torch.zeros(1, 4, 3), context, {"labels": torch.tensor([0])}), CLASSIFICATION)
+        is None
+    )
 
 
 # ---- Memory and files ----
@@ -167,12 +204,16 @@ def test_files_beyond_the_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", EXCHANGE_DTYPES)
-def test_a_limit_changes_no_bit(tmp_path: Path, dtype: str) -> None:
-    free, limited = (
-        texts_run(tmp_path / str(limit), exchange_dtype=dtype, exchange_memory_limit=limit) for limit in (None, "1KB")
-    )
+def test_a_limit_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    stores: list[Store] = []
+    monkeypatch.setattr("hf_coefsfl.simulation.Store", lambda *args: stores.append(Store(*args)) or stores[-1])
+    free = texts_run(tmp_path / "free", exchange_dtype=dtype)
+    assert stores and not any(store.on_disk for store in stores)
+    stores.clear()
+    limited = texts_run(tmp_path / "limited", exchange_dtype=dtype, exchange_memory_limit="1KB")
+    assert stores and all(store.on_disk and store.in_memory <= 1000 for store in stores)
     assert same(weights(free), weights(limited)) and free.ledger.entries == limited.ledger.entries
-    assert not [path for path in (tmp_path / "1KB").iterdir() if path.suffix != ".json"]
+    assert not [path for path in (tmp_path / "limited").iterdir() if path.suffix != ".json"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -180,10 +221,14 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        packed(Store(memory_limit=0, folder=tmp_path), Feedback(values()))
-        os.write(writer, b"x")
-        signal.pause()
-    os.read(reader, 1)
+        try:
+            packed(Store(memory_limit=0, folder=tmp_path), Feedback(values()))
+            os.write(writer, b"x")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    assert os.read(reader, 1) == b"x"
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert list(tmp_path.iterdir()) == []
@@ -237,6 +282,14 @@ def test_bad_options(name: str, value: Any) -> None:
         SplitFedConfig(output_dir="out", **{name: value})
 
 
+def test_sizes_on_the_command_line() -> None:
+    for given, expected in (("2GiB", 2**31), ("123", 123)):
+        parsed = HfArgumentParser(SplitFedConfig).parse_args_into_dataclasses(
+            ["--output_dir", "out", "--exchange_memory_limit", given]
+        )
+        assert parsed[0].exchange_memory_limit == expected
+
+
 def test_sizes_are_read() -> None:
     for given, expected in (("2GiB", 2**31), ("500MB", 500 * 10**6), (123, 123), ("123", 123), (None, None)):
         assert SplitFedConfig(output_dir="out", exchange_memory_limit=given).exchange_memory_limit == expected
@@ -287,13 +340,15 @@ class Lost(Exception):
 class Noisy(Dataset):  # type: ignore[type-arg]
     """Images with random noise, one of which cannot be read where `broken` says so."""
 
-    def __init__(self, broken: int | None = None, odd: bool = False):
-        self.rows, self.broken, self.odd = images(36), broken, odd
+    def __init__(self, broken: int | None = None, odd: bool = False, dies: bool = False):
+        self.rows, self.broken, self.odd, self.dies = images(36), broken, odd, dies
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
+        if i == self.broken and self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
         if i == self.broken:
             raise Lost("this image is gone") if self.odd else OSError("this image is gone")
         row = self.rows[i]
@@ -316,3 +371,18 @@ def test_what_a_worker_meets_is_the_clients_failure(tmp_path: Path, odd: bool) -
     assert [e["failure"] for e in run.ledger.entries if "failure" in e] == [
         "RuntimeError: Lost: this image is gone" if odd else "OSError: this image is gone"
     ]
+
+
+def test_a_dead_worker_does_not_end_the_run(tmp_path: Path) -> None:
+    options = {"num_rounds": 2, "warmup_rounds": 0, "num_clients": 3, "participation": 1.0, "method": "reuse"}
+    run = trainer(tmp_path, data=Noisy(5, dies=True), dataloader_num_workers=1, on_client_failure="skip", **options)
+    run.train()
+    failed = [[e["client"] for e in run.ledger.entries if "failure" in e and e["round"] == r] for r in (1, 2)]
+    # The client whose data it was, and the one whose batches were asked for when the worker, ahead of it, died.
+    assert all(1 <= len(clients) <= 2 for clients in failed)
+
+
+def test_workers_leave_no_files_open() -> None:
+    shared = torch.zeros(3).share_memory_()
+    own = _own({"x": shared, "n": 3})
+    assert not own["x"].is_shared() and torch.equal(own["x"], shared) and own["n"] == 3

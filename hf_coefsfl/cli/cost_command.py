@@ -13,6 +13,8 @@ from tqdm import tqdm
 
 from ..backbones import BACKBONES, SEQUENCE_LENGTH, TASKS, build_model, default_cut
 from ..cost import Cost, CostModel, Network, Round, cost_methods, known_methods
+from ..exchange import EXCHANGE_DTYPES
+from ..footprint import Run
 from ..report import format_table
 from .units import parse_bandwidth, parse_latency
 
@@ -21,8 +23,12 @@ up_mib and down_mib are smashed data, gradients, curvature and auxiliary network
 are labels, masks and scalars, and the weights of federated averaging. GFLOPs are per sample of the client's data,
 2 for each multiply-add. Nothing is trained and no weights are downloaded. docs/costs.md says how it is counted.
 
-example:
+--rounds adds what a run takes: the memory of the process that simulates it, of a client and of the server's side of
+one client in processes of their own, each beyond imports and dataset, and the files it leaves.
+
+examples:
   coefsfl cost --model vit-tiny --num-labels 100 --cut 4 --num-samples 1000 --batch-size 32 --format json
+  coefsfl cost --model distilroberta --num-labels 3 --methods vanilla coef_j --rounds 100 --save-total-limit 2
 """
 # The columns of a table and how their numbers are shown; JSON and CSV hold more of both.
 COLUMNS = {
@@ -30,6 +36,10 @@ COLUMNS = {
     "extra_down_mib": ".3f", "client_gflops": ".3f", "server_gflops": ".3f", "client_memory_mib": ",.1f",
     "seconds": ",.2f",
 }  # fmt: skip
+RUN_COLUMNS = {"method": "", "cut": ""} | dict.fromkeys(
+    ("process_memory_mib", "client_alone_mib", "server_alone_mib", "disk_mib", "disk_peak_mib"), ",.1f"
+)
+RUN_OPTIONS = ("clients_per_round", "num_clients", "save_steps", "save_total_limit")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--head", choices=["full", "lora", "frozen"], help="how the task head is trained (default: as for training)")
     add("--methods", nargs="+", metavar="METHOD", help="default: all that can train the model")
     add("--method-kwargs", metavar="JSON", help='options by method, e.g. \'{"coef_j": {"num_projections": 4}}\'')
+    add("--exchange-dtype", choices=EXCHANGE_DTYPES, default="float32", help="of what crosses (default: %(default)s)")
+    add("--rounds", type=int, help="of a run: adds its memory and its files")
+    add("--clients-per-round", type=int, help=f"in the process (default: {Run.clients_per_round})")
+    add("--num-clients", type=int, help=f"of the run (default: {Run.num_clients})")
+    add("--save-steps", type=int, help=f"rounds between checkpoints (default: {Run.save_steps})")
+    add("--save-total-limit", type=int, help="checkpoints that are kept (default: all)")
     add("--bandwidth", help="of the client's connection, e.g. 20Mbps: adds the seconds of a round's transfers")
     add("--latency", help="of one transfer, e.g. 50ms (default: none)")
     add("--format", choices=["table", "json", "csv", "markdown"], default="table", help="default: %(default)s")
@@ -53,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> str:
     """Return the table in the format that was asked for."""
-    network = _network(arguments)
+    network, whole = _network(arguments), _run(arguments)
     options = _options(arguments.method_kwargs)
     plan = Round(arguments.num_samples, arguments.batch_size, arguments.local_epochs)
     methods = arguments.methods or known_methods()
@@ -66,6 +82,7 @@ def run(arguments: argparse.Namespace) -> str:
         build_model(arguments.model, arguments.num_labels, arguments.task),
         head=arguments.head,
         sequence_length=arguments.sequence_length,
+        exchange_dtype=arguments.exchange_dtype,
     )
     cuts = _cuts(arguments.cut, default_cut(arguments.model), model)
     costs: list[Cost] = []
@@ -76,7 +93,7 @@ def run(arguments: argparse.Namespace) -> str:
     for cut, name in progress:
         progress.set_description(f"cut {cut}, {name}")
         try:
-            costs += cost_methods(model, [name], cut, plan, options)
+            costs += cost_methods(model, [name], cut, plan, options, whole)
         except ValueError as error:
             if arguments.methods or name in options:
                 raise
@@ -87,7 +104,12 @@ def run(arguments: argparse.Namespace) -> str:
         raise ValueError(f"no method can train {arguments.model}: {next(iter(left_out.values()), 'none was named')}")
     for name, reason in left_out.items():
         print(f"coefsfl cost: {name} is left out: {reason}", file=sys.stderr)
-    return render([cost.row(network) for cost in costs], arguments.format)
+    rows = [cost.row(network) for cost in costs]
+    text = render(rows, arguments.format)
+    if whole is None or arguments.format in ("json", "csv"):
+        return text
+    title = f"A run of {whole.num_rounds} rounds with {whole.clients_per_round} of {whole.num_clients} clients each:"
+    return f"{text}\n\n{title}\n\n{format_table(rows, RUN_COLUMNS, markdown=arguments.format == 'markdown')}"
 
 
 def render(rows: list[dict[str, Any]], style: str) -> str:
@@ -116,6 +138,15 @@ def _network(arguments: argparse.Namespace) -> Network | None:
             raise ValueError("--latency needs a --bandwidth to make a time of.")
         return None
     return Network(parse_bandwidth(arguments.bandwidth), latency)
+
+
+def _run(arguments: argparse.Namespace) -> Run | None:
+    given = {name: getattr(arguments, name) for name in RUN_OPTIONS if getattr(arguments, name) is not None}
+    if arguments.rounds is not None:
+        return Run(arguments.rounds, **given)
+    if given:
+        raise ValueError(f"--{next(iter(given)).replace('_', '-')} needs --rounds: it is about a whole run.")
+    return None
 
 
 def _options(text: str | None) -> dict[str, dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -180,11 +181,11 @@ class FSLSAGE(Method):
 # ---- The buffer ----
 
 
-def push(buffer: Sequence[SmashedData], new: Iterable[SmashedData], size: int) -> tuple[SmashedData, ...]:
+def push(buffer: Sequence[SmashedData], new: Sequence[SmashedData], size: int) -> tuple[SmashedData, ...]:
     """Return the youngest `size` samples of the buffer and what is new, first in, first out."""
     kept: list[SmashedData] = []
     room = size
-    for part in reversed([*buffer, *new]):
+    for part in chain(reversed(new), reversed(buffer)):  # one at a time: `new` may lie in a file
         count = min(len(part.activations), room)
         if count == 0:
             break

@@ -94,7 +94,7 @@ class GAS(GradientReuse):
         )
         ours = weighted(pooled(observe(data) for data in smashed), server)
         statistics = update(self._initial(server), ours)
-        missing: list[list[int]] = [[] for _ in smashed]
+        missing: list[list[int]] = [[] for _ in range(client.num_batches)]
         if can_generate(statistics, smashed, server.task.num_labels):
             missing = spread(missing_labels(counts.tolist(), self.samples_per_class), len(smashed))
         for _ in range(client.local_epochs):

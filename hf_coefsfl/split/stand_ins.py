@@ -1,8 +1,8 @@
 """What stands in for the other half's modules, and how a server's forward pass gets the smashed data.
 
 Each class here is put on top of the class of one module object (see surgery.py), so that the
-attributes that a model's own loop reads from its blocks survive. Nothing is stored on the modules
-between calls: what a forward pass injects travels in a context variable.
+attributes that a model's own loop reads from its blocks survive. Nothing of a batch but shapes is stored on
+the modules between calls: what a forward pass injects travels in a context variable.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .block_arguments import graft, named_arguments, replace_arguments
 
+_REMEMBERED = 64  # shapes of calls; texts come in many lengths
 _HIDDEN = "hidden"  # marks the hidden state in the template of a block's output
 
 
@@ -166,8 +167,28 @@ class Hollow(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return zeros."""
-        injection, twin = _injection.get(), vars(self)["twin"]
+        injection = _injection.get()
         device = injection.activations.device if injection is not None else torch.device("cpu")
+
+        def to_zeros(value: Any) -> Any:
+            return torch.zeros(value.shape, dtype=value.dtype, device=device) if isinstance(value, Tensor) else value
+
+        output = self._shapes(args, kwargs)
+        return super().__call__(*args, **kwargs) if output is None else tree_map(to_zeros, output)
+
+    def _shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the output on the meta device, remembered by the arguments' shapes; None where it is not known."""
+        outputs, key = vars(self)["outputs"], _call_key(args, kwargs)
+        if key is None:
+            return self._run_twin(args, kwargs)
+        if key not in outputs:
+            if len(outputs) >= _REMEMBERED:
+                outputs.clear()
+            outputs[key] = self._run_twin(args, kwargs)
+        return outputs[key]
+
+    def _run_twin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        twin = vars(self)["twin"]
         dtype = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.float32)
 
         def to_meta(value: Any) -> Any:
@@ -176,14 +197,24 @@ class Hollow(nn.Module):
             # Autocast does not reach the meta device: the inputs take the dtype of the weights.
             return torch.empty_like(value, device="meta", dtype=dtype if value.is_floating_point() else value.dtype)
 
-        def to_zeros(value: Any) -> Any:
-            return torch.zeros(value.shape, dtype=value.dtype, device=device) if isinstance(value, Tensor) else value
-
         try:
             with torch.no_grad():
                 output = twin(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
         except Exception:  # whatever it is, the module's own computation meets it too if it is real
-            return super().__call__(*args, **kwargs)
+            return None
         if any(isinstance(t, Tensor) and not t.is_floating_point() for t in tree_leaves(output)):
-            return super().__call__(*args, **kwargs)
-        return tree_map(to_zeros, output)
+            return None
+        return output
+
+
+def _call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Return what the shapes of an output depend on; None where an argument is no tensor, number, text or None."""
+    key: list[Any] = [len(args), *kwargs]
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            key.append((value.shape, value.dtype))
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            key.append((type(value), value))
+        else:
+            return None
+    return tuple(key)

@@ -75,7 +75,7 @@ def make_server(model: nn.Module, cut: Cut, kept: set[int]) -> nn.Module:
     for module, twin in zip(foreign, twins, strict=True):
         if any(module is m for m in leaves):
             module._buffers = {name: t if name in twin._parameters else None for name, t in module._buffers.items()}
-        vars(module)["twin"] = twin
+        vars(module).update(twin=twin, outputs={})
         _subclass(module, Hollow)
     return model
 
