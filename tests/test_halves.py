@@ -300,7 +300,7 @@ def test_prompts_are_not_saved(tmp_path: Path) -> None:
 def test_no_cache_is_made_of_placeholders() -> None:
     entry = MODELS["llama-lm"]
     split = split_model(entry.make().eval(), 2)
-    assert split.model(**entry.batch()).past_key_values is not None
+    assert split.model(**entry.batch(), use_cache=True).past_key_values is not None
     assert split.server(split.client(**entry.batch(), use_cache=True)).past_key_values is None
 
 
