@@ -14,7 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speed import Bare, paired  # beside this script; sets the number of OpenMP threads before torch is imported
+from speed import (
+    Bare,
+    keep_memory,
+    paired,
+)  # beside this script; sets the number of OpenMP threads before torch is imported
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -128,6 +132,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_memory()
     rows = [measure(name, make, options.budget) for name, make in COMPARISONS.items()]
     numbers = {"first, s": ".4f", "second, s": ".4f", "first/second": ".2f", "relative gap": ".0e"}
     print(format_table(rows, {"comparison": ""} | numbers))

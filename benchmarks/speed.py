@@ -4,8 +4,8 @@ python benchmarks/speed.py [--methods vanilla coef_j] [--models vit-tiny text] [
 
 The bare passes are the method's forward and backward passes and optimizer steps, written in plain PyTorch on the
 unsplit model: no halves, no messages, no meter, no synchronised dropout, batches collated beforehand. Both sides of a
-ratio run in turn in this process on one thread, and the median of the paired ratios counts. That both do the same
-work is checked by counting their matrix products. Exits with 1 where a ratio misses its target.
+ratio run in turn in this process on one thread, with freed memory kept, and the median of the paired ratios counts.
+That both do the same work is checked by counting their matrix products. Exits with 1 where a ratio misses its target.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import argparse
 import copy
+import ctypes
 import gc
 import json
 import sys
@@ -341,6 +342,17 @@ class Bare:
 # ---- Measuring ----
 
 
+def keep_memory() -> None:
+    """Have glibc keep freed memory, which it otherwise gives back from the top of its heap and fetches page by page.
+
+    When it does so depends on which block happens to lie on top, which is no property of the code that is measured.
+    """
+    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
+        mmap_threshold, trim_threshold = -3, -1  # of malloc.h
+        ctypes.CDLL(None).mallopt(mmap_threshold, 2**25)
+        ctypes.CDLL(None).mallopt(trim_threshold, 2**31 - 1)
+
+
 def seconds(run: Callable[[], Any]) -> float:
     """Processor time of a run, on which other programs have less influence than on the clock on the wall."""
     gc.collect()
@@ -423,10 +435,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(CUT), default=list(CUT))
     parser.add_argument("--budget", type=float, default=12.0, help="seconds of each comparison, beyond three pairs")
     parser.add_argument("--compile", action="store_true", help="compare compiled rounds with uncompiled ones instead")
+    parser.add_argument("--system-malloc", action="store_true", help="leave the settings of malloc as they are")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     parser.add_argument("--no-check", action="store_true", help="exit with 0 even where a target is missed")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if not options.system_malloc:
+        keep_memory()
     logging.set_verbosity_error()
     rows: list[dict[str, Any]] = []
     for name in options.models:

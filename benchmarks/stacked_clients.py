@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speed import paired  # beside this script; sets the number of OpenMP threads before torch is imported
+from speed import keep_memory, paired  # beside this script; sets the number of OpenMP threads before torch is imported
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear, scaled_dot_product_attention
 
@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_memory()
     rows = [measure(k, size, options.budget) for size in options.batch_sizes for k in options.clients]
     columns = {"clients": "", "batch size": "", "one by one, s": ".3f", "stacked, s": ".3f", "vmap, s": ".3f"}
     print(format_table(rows, columns | {"stacked, x": ".2f", "vmap, x": ".2f"}))
