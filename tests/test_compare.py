@@ -294,9 +294,19 @@ def test_interrupted_it_ends_its_workers(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: int
 ) -> None:
     monkeypatch.setenv("FAKE_SECONDS", "60")
-    code = f"import os, time; time.sleep(0.7); os.kill({os.getpid()}, {int(number)})"
-    with subprocess.Popen([sys.executable, "-S", "-c", code]), pytest.raises(SystemExit) as left:
-        main([*command, "--jobs", "2"])
+    code = f"""
+import glob, os, time
+while len(glob.glob({str(tmp_path / "out/runs/*/log.txt")!r})) < 2:
+    time.sleep(0.05)
+time.sleep(0.3)
+os.kill({os.getpid()}, {int(number)})
+"""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    try:
+        with subprocess.Popen([sys.executable, "-S", "-c", code]), pytest.raises(SystemExit) as left:
+            main([*command, "--jobs", "2"])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert left.value.code == 130
     assert "0 of 4 runs are done. The same command goes on" in capfd.readouterr().err
     assert len(list(tmp_path.glob("out/runs/*/log.txt"))) == 2 and not journal(tmp_path / "out/runs")
