@@ -66,6 +66,8 @@ class OperationCounter(TorchDispatchMode):
     ) -> Any:
         """Run an operation and count it."""
         kwargs = kwargs or {}
+        if any(isinstance(value, Tensor) and value.is_meta for value in args):
+            return func(*args, **kwargs)  # only shapes: nothing is computed
         if self.side == "client":
             self._note_weights(args)
         formula = _FORMULAS.get(func._overloadpacket)

@@ -125,13 +125,15 @@ class LiveMemory(TorchDispatchMode):
     ) -> Any:
         """Run an operation and note what lives after it."""
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self._sizes:
-                    self._sizes[storage._cdata] = (storage.nbytes(), self.side)
-                    self.live[self.side] += storage.nbytes()
-                    weakref.finalize(storage, self._release, storage._cdata).atexit = False
+        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if any(leaf.is_meta for leaf in leaves):
+            return result  # only shapes, and asked for once only
+        for leaf in leaves:
+            storage = leaf.untyped_storage()
+            if storage._cdata not in self._sizes:
+                self._sizes[storage._cdata] = (storage.nbytes(), self.side)
+                self.live[self.side] += storage.nbytes()
+                weakref.finalize(storage, self._release, storage._cdata).atexit = False
         self.history.append((*self._now(), self.side, len(self.ends)))
         return result
 
