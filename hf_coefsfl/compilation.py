@@ -59,6 +59,6 @@ def compile_options(args: SplitFedConfig) -> dict[str, Any]:
     """Return the arguments for `torch.compile`."""
     if args.torch_compile_backend != "inductor":
         return {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
-    # Inductor's own random numbers differ between passes with and without a graph; torch's keep dropout in step.
+    # With torch's random numbers instead of inductor's own, dropout draws the masks of the uncompiled model.
     options = torch._inductor.list_mode_options(args.torch_compile_mode) if args.torch_compile_mode else {}
     return {"backend": "inductor", "options": {**options, "fallback_random": True}}
