@@ -59,8 +59,8 @@ class Simulation:
         self.args, self.accelerator = args, accelerator
         self.data = ClientData(federation, collate, task, args)
         example = example_smashed(split)
-        # Whether padding before and after the tokens can be left out: a model may always read the first position.
-        self._inert = tuple(ignores_padding(split.server, data) for data in (mirrored(example), example))
+        # Whether padding before, and after, the tokens can be left out: a model may always read the first position.
+        self._ignored_padding = tuple(ignores_padding(split.server, data) for data in (mirrored(example), example))
         self.client_parameters, self.server_parameters = trainable_sides(split)
         self.warmup, self.method = make_method("vanilla"), args.make_method()
         self.set_up_method()
@@ -170,7 +170,7 @@ class Simulation:
         args = self.args
         limit = args.exchange_memory_limit
         assert not isinstance(limit, str)
-        return Store(args.exchange_dtype, limit, args.output_dir, *self._inert)
+        return Store(args.exchange_dtype, limit, args.output_dir, *self._ignored_padding)
 
     def _sides(
         self, round_index: int, client: int, batches: Batches, learning_rate: float
