@@ -1,27 +1,52 @@
 """Split federated fine-tuning of Hugging Face models with compensated feedback (CoeF-SFL)."""
 
-from .adapters import load_adapter
-from .config import SplitFedConfig
-from .injection import inject
-from .messages import Feedback, Message, SmashedData
-from .methods import METHODS, Method
-from .split import SplitModel, load_client, load_server, split_model
-from .trainer import SplitFedTrainer
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .adapters import load_adapter as load_adapter
+    from .config import SplitFedConfig as SplitFedConfig
+    from .injection import inject as inject
+    from .messages import Feedback as Feedback
+    from .messages import Message as Message
+    from .messages import SmashedData as SmashedData
+    from .methods import METHODS as METHODS
+    from .methods import Method as Method
+    from .split import SplitModel as SplitModel
+    from .split import load_client as load_client
+    from .split import load_server as load_server
+    from .split import split_model as split_model
+    from .trainer import SplitFedTrainer as SplitFedTrainer
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "METHODS",
-    "Feedback",
-    "Message",
-    "Method",
-    "SmashedData",
-    "SplitFedConfig",
-    "SplitFedTrainer",
-    "SplitModel",
-    "inject",
-    "load_adapter",
-    "load_client",
-    "load_server",
-    "split_model",
-]
+# Where each public name lives. They are imported when first asked for: a device that only passes on a part of a
+# message need not load PyTorch for it.
+_MODULES = {
+    "METHODS": "methods",
+    "Feedback": "messages",
+    "Message": "messages",
+    "Method": "methods",
+    "SmashedData": "messages",
+    "SplitFedConfig": "config",
+    "SplitFedTrainer": "trainer",
+    "SplitModel": "split",
+    "inject": "injection",
+    "load_adapter": "adapters",
+    "load_client": "split",
+    "load_server": "split",
+    "split_model": "split",
+}
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_MODULES]

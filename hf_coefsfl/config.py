@@ -187,7 +187,7 @@ class SplitFedConfig(TrainingArguments):
                 self.num_rounds,
                 self.method,
             )
-        self.exchange_memory_limit = _read_size("exchange_memory_limit", self.exchange_memory_limit)
+        self.exchange_memory_limit = read_size("exchange_memory_limit", self.exchange_memory_limit)
         self._refuse_unsupported()
         if self.max_steps > 0 and self.max_steps != self.num_rounds:
             raise ValueError(
@@ -257,8 +257,8 @@ class SplitFedConfig(TrainingArguments):
         return make_method(self.method, self.method_kwargs)
 
 
-def _read_size(name: str, size: str | int | None) -> int | None:
-    """Return bytes given as such or with a unit."""
+def read_size(name: str, size: str | int | None) -> int | None:
+    """Return the bytes of an option that is given in bytes or with a unit; None stays what it is."""
     if size is None:
         return None
     try:

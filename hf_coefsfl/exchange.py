@@ -57,7 +57,7 @@ class Store:
             kept = kept.cumsum(1) > 0
         return kept
 
-    def place(self, values: Tensor) -> Tensor | _Mapped:
+    def place(self, values: Tensor) -> Tensor | Mapped:
         """Keep values in memory if they fit, else in the file."""
         size = values.numel() * values.element_size()
         if self.memory_limit is None or self.in_memory + size <= self.memory_limit or not size:
@@ -74,11 +74,11 @@ class Store:
         while data:
             data = data[self._file.write(data) :]
         self.on_disk = start + size
-        return _Mapped(self._file, start, size, values.shape, values.dtype)
+        return Mapped(self._file, start, size, values.shape, values.dtype)
 
 
 @dataclass(frozen=True)
-class _Mapped:
+class Mapped:
     """Values in a file; `read` maps them into memory for as long as somebody uses what it returned."""
 
     file: IO[bytes]
@@ -88,12 +88,15 @@ class _Mapped:
     dtype: torch.dtype
 
     def read(self) -> Tensor:
-        mapping = mmap.mmap(self.file.fileno(), self.size, access=mmap.ACCESS_COPY, offset=self.start)
-        return torch.frombuffer(mapping, dtype=self.dtype).view(self.shape)
+        """Return the values; a place in a file that suits no mapping or no dtype costs a copy."""
+        ahead = self.start % mmap.ALLOCATIONGRANULARITY
+        mapping = mmap.mmap(self.file.fileno(), self.size + ahead, access=mmap.ACCESS_COPY, offset=self.start - ahead)
+        found = torch.frombuffer(mapping, dtype=torch.uint8, offset=ahead)
+        return (found.clone() if ahead % self.dtype.itemsize else found).view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
-class _Places:
+class Places:
     """The kept positions of (samples, tokens), counted through: found once, as finding them waits for the device."""
 
     shape: torch.Size
@@ -101,16 +104,19 @@ class _Places:
 
 
 @dataclass(frozen=True)
-class _PackedTensor:
-    values: Tensor | _Mapped
+class PackedTensor:
+    """A tensor as it is sent: some positions left out, in another dtype, times a scale."""
+
+    values: Tensor | Mapped
     scale: Tensor | None
-    places: _Places | None  # where positions were left out
+    places: Places | None  # where positions were left out
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
     nbytes: int
 
     def unpack(self) -> Tensor:
+        """Return the whole tensor, with zeros where positions were left out."""
         values = self.values if isinstance(self.values, Tensor) else self.values.read().to(self.device)
         if self.scale is not None:
             values = values.to(self.scale.dtype) * self.scale
@@ -123,14 +129,15 @@ class _PackedTensor:
 
 
 @dataclass(frozen=True)
-class _Packed(Generic[M]):
+class Packed(Generic[M]):
     """A message whose large tensors are packed; `rest` has None in their places."""
 
     rest: M
-    tensors: dict[str, _PackedTensor]
+    tensors: dict[str, PackedTensor]
     kept: Tensor | None
 
     def nbytes(self) -> dict[str, int]:
+        """Bytes that are sent, by ledger heading."""
         sizes: dict[str, int] = {}
         for name, packed in self.tensors.items():
             heading = self.rest.kinds[name]
@@ -140,6 +147,7 @@ class _Packed(Generic[M]):
         return sizes
 
     def unpack(self) -> M:
+        """Return the message with its tensors in full."""
         return replace(self.rest, **{name: packed.unpack() for name, packed in self.tensors.items()})
 
 
@@ -153,16 +161,16 @@ class Exchange(Sequence[M]):
 
     def __init__(self, store: Store, lasting: bool = True):
         self.store, self.lasting = store, lasting
-        self._packed: list[_Packed[M]] = []
+        self.packed: list[Packed[M]] = []
         self._read: tuple[int, M] | None = None  # the last one: it is often asked for twice
 
     def append(self, message: M, kept: Tensor | None = None) -> None:
         """Pack a message; `kept` says which token positions (b, T) hold anything."""
         kept = self.store.positions(kept)
-        places = None if kept is None else _Places(kept.shape, kept.flatten().nonzero().squeeze(1))
+        places = None if kept is None else Places(kept.shape, kept.flatten().nonzero().squeeze(1))
         packed = {name: self._pack(t, places) for name, t in message.tensors().items() if _is_packed(message, name, t)}
         empty: dict[str, Any] = dict.fromkeys(packed)
-        self._packed.append(_Packed(replace(message, **empty), packed, kept))
+        self.packed.append(Packed(replace(message, **empty), packed, kept))
 
     def extend(self, messages: Iterable[M], kept: Iterable[Tensor | None] = ()) -> Exchange[M]:
         """Pack messages as they come, each with the positions that are kept of it; return all of them."""
@@ -170,18 +178,18 @@ class Exchange(Sequence[M]):
             self.append(message, positions)
         return self
 
-    def _pack(self, t: Tensor, places: _Places | None) -> _PackedTensor:
+    def _pack(self, t: Tensor, places: Places | None) -> PackedTensor:
         if places is not None and (t.shape[0], t.shape[-2]) != places.shape:
             places = None  # not a tensor over token positions
         values = t if places is None else t.movedim(-2, 1).flatten(0, 1).index_select(0, places.index)
         values, scale = _convert(values, self.store.dtype)
         nbytes = sum(x.numel() * x.element_size() for x in (values, scale) if x is not None)
         placed = self.store.place(values) if self.lasting else values
-        return _PackedTensor(placed, scale, places, t.shape, t.dtype, t.device, nbytes)
+        return PackedTensor(placed, scale, places, t.shape, t.dtype, t.device, nbytes)
 
     def __len__(self) -> int:
         """Return the number of messages."""
-        return len(self._packed)
+        return len(self.packed)
 
     @overload
     def __getitem__(self, place: int) -> M: ...
@@ -191,24 +199,24 @@ class Exchange(Sequence[M]):
         """Unpack a message, or choose some of them without unpacking."""
         if isinstance(place, slice):
             chosen: Exchange[M] = Exchange(self.store, self.lasting)
-            chosen._packed = self._packed[place]
+            chosen.packed = self.packed[place]
             return chosen
         if self._read is None or self._read[0] != place:
-            self._read = (place, self._packed[place].unpack())
+            self._read = (place, self.packed[place].unpack())
         return self._read[1]
 
     def kept(self, place: int) -> Tensor | None:
         """Return which token positions of a message hold anything (b, T); None: all."""
-        return self._packed[place].kept
+        return self.packed[place].kept
 
     def types(self) -> list[type[Message]]:
         """Return what kind of message each is, without unpacking it."""
-        return [type(packed.rest) for packed in self._packed]
+        return [type(packed.rest) for packed in self.packed]
 
     def nbytes(self) -> dict[str, int]:
         """Bytes that are sent, by ledger heading."""
         sizes: dict[str, int] = {}
-        for packed in self._packed:
+        for packed in self.packed:
             for heading, size in packed.nbytes().items():
                 sizes[heading] = sizes.get(heading, 0) + size
         return sizes

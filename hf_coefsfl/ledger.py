@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from .links import LocalLink, Meter
+from .links import FinishedLink, Meter
 from .sides import Observations, ServerSide
 
 # Over several rounds these add up; the others are averaged.
@@ -45,9 +45,9 @@ class ClientReport:
         return cls(num_samples, nothing, nothing, nothing, nothing, Meter(), 0.0, 0.0, {}, reason)
 
     @classmethod
-    def of(cls, link: LocalLink, server: ServerSide, seconds: float, num_samples: int) -> ClientReport:
+    def of(cls, link: FinishedLink, server: ServerSide, seconds: float, num_samples: int) -> ClientReport:
         """Report on a finished round that took `seconds` on both sides together."""
-        client, seen = link.client.observed, server.observed
+        client, seen = link.observed, server.observed
         server_loss = seen.mean("loss")
         # The loss whose gradient the client followed: its own (an auxiliary network's), or that of the feedback
         # where it was taken, plus the predicted change.
@@ -61,7 +61,7 @@ class ClientReport:
             meter=link.meter,
             client_seconds=link.client_seconds,
             server_seconds=seconds - link.client_seconds,
-            kept={**link.client.kept, **server.kept},
+            kept={**link.kept, **server.kept},
             failure=_failure(client, seen, server_loss),
         )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .exchange import Exchange
 from .messages import Message, Parameters, SmashedData
-from .sides import ClientSide
+from .sides import ClientSide, Observations
 
 if TYPE_CHECKING:
     from .methods.base import Method
@@ -43,8 +43,11 @@ class Meter:
 class ClientLink(Protocol):
     """A client as the server sees it. A call that carries messages is one transfer over the cut."""
 
-    num_batches: int
     local_epochs: int
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches the client has in this round."""
 
     def upload(self, batches: Sequence[int] | None = None) -> Sequence[SmashedData]:
         """Ask for the smashed data of some batches, or of the whole round (None)."""
@@ -53,7 +56,23 @@ class ClientLink(Protocol):
         """Make a message for each batch ready for a later `update`, one by one: they need not fit into memory."""
 
     def update(self, messages: Sequence[Message] | None = None, batches: Sequence[int] | None = None) -> None:
-        """Have the client do its local updates with what is sent down, if anything."""
+        """Have the client do its local updates with what is sent down, if anything.
+
+        That of the whole round (None) is the last call, and need not be over when it returns: the server goes on with
+        its own updates while the client trains.
+        """
+
+
+class FinishedLink(Protocol):
+    """What a link knows of the client once the round is over."""
+
+    meter: Meter
+    client_seconds: float
+    observed: Observations
+
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """What the method keeps of the client's round."""
 
 
 class LocalLink:
@@ -65,6 +84,7 @@ class LocalLink:
         self.local_epochs = client.setting.local_epochs
         self.meter = Meter()
         self.client_seconds = 0.0
+        self.observed: Observations = client.observed
         self._kept: dict[int, Tensor | None] = {}  # the token positions of each batch that hold anything
 
     def upload(self, batches: Sequence[int] | None = None) -> Sequence[SmashedData]:
@@ -94,6 +114,11 @@ class LocalLink:
             self.meter.count(self.meter.down, messages)
         with self._clock():
             self.method.update(self.client, messages, batches)
+
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """What the method keeps of the client's round."""
+        return self.client.kept
 
     def federate(self, adapters: Mapping[str, Tensor], auxiliary: Mapping[str, Tensor]) -> None:
         """Meter the weights of federated averaging: down before the round, up after it.

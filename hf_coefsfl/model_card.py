@@ -250,7 +250,7 @@ class _Run:
 
     def federation(self) -> dict[str, Any]:
         """The clients, their data and the local updates."""
-        args, clients, found = self.args, self.trainer.federation, {}
+        args, clients, found = self.args, self.trainer.clients, {}
         if clients is not None:
             low, high = min(clients.sizes), max(clients.sizes)
             sampled = num_sampled(len(clients), args.participation)
@@ -260,10 +260,15 @@ class _Run:
                 "dirichlet": f"dirichlet over {column}, alpha {args.dirichlet_alpha:g}",
                 "column": f"by {column}, a client for each value",
             }
-            given = len(clients.datasets) > 1
+            data = self.trainer.federation
+            partition = partitions[args.partition]
+            if data is None:
+                partition = "as the clients hold it"
+            elif len(data.datasets) > 1:
+                partition = "given: a dataset for each client"
             found["clients"] = f"{len(clients)}, with {low if low == high else f'{low} to {high}'} samples each"
             found["clients a round"] = f"{sampled} (participation {args.participation:g})"
-            found["partition"] = "given: a dataset for each client" if given else partitions[args.partition]
+            found["partition"] = partition
         warm = args.warmup_rounds if args.method != "vanilla" else 0
         rounds = f"{self.trainer.state.global_step} of {args.num_rounds}"
         schedule, optimizer = (getattr(value, "value", value) for value in (args.lr_scheduler_type, args.optim))

@@ -52,11 +52,17 @@ def run(
     if config.partition_column == "label":
         config.partition_column = "labels"  # as all tasks call it
     try:
-        checkpoint = _checkpoint(config)
+        checkpoint = checkpoint_of(config)
         job = TASKS[task](arguments, keep=config.partition_column)
         trainer, evaluated = make_trainer(job, config)
     except ValueError as error:
         parser.error(str(error))
+    complete(trainer, job, evaluated, checkpoint)
+
+
+def complete(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str], checkpoint: str | None) -> None:
+    """Train from a checkpoint or the start, evaluate, save, describe, and push where the configuration says so."""
+    config = trainer.args
     trainer.card_arguments = CardArguments(
         dataset=public_name(job.dataset_id), dataset_args=job.dataset_config, tasks=job.pipeline_tag
     )
@@ -76,11 +82,24 @@ def run(
             sys.exit(str(error))
 
 
-def make_trainer(job: FineTuningTask, config: SplitFedConfig) -> tuple[SplitFedTrainer, list[str]]:
-    """Return the trainer of a task, and the names of its evaluation sets."""
+def make_trainer(
+    job: FineTuningTask,
+    config: SplitFedConfig,
+    kind: type[SplitFedTrainer] = SplitFedTrainer,
+    *,
+    train: bool = True,
+) -> tuple[Any, list[str]]:
+    """Return the trainer of a task, and the names of its evaluation sets.
+
+    Args:
+        job: the task.
+        config: of the run; a cut that is not given is set.
+        kind: the class of the trainer.
+        train: whether the training data is here; clients may have it.
+    """
     config.remove_unused_columns = job.remove_unused_columns
     with config.main_process_first(desc="preparing the data"):
-        prepared = job.prepare(config.seed)
+        prepared = job.prepare(config.seed, train=train)
     if config.cut < 1:  # not given
         blocks: Any = find_blocks(prepared.model, config.blocks)[1]
         config.cut = paper_share(len(blocks))
@@ -94,10 +113,10 @@ def make_trainer(job: FineTuningTask, config: SplitFedConfig) -> tuple[SplitFedT
             alpha=job.arguments.lora_alpha,
         )
     evals = prepared.eval_dataset
-    trainer = SplitFedTrainer(
+    trainer = kind(
         model=prepared.model,
         args=config,
-        train_dataset=prepared.train_dataset,
+        train_dataset=prepared.train_dataset if train else None,
         eval_dataset=next(iter(evals.values())) if len(evals) == 1 else evals,
         data_collator=prepared.data_collator,
         processing_class=prepared.processing_class,
@@ -113,7 +132,7 @@ def paper_share(num_blocks: int) -> int:
     return max(num_blocks // 3, 1)
 
 
-def _checkpoint(config: SplitFedConfig) -> str | None:
+def checkpoint_of(config: SplitFedConfig) -> str | None:
     """Return the checkpoint to go on from; "last" is the newest of the output folder, if there is any."""
     wanted = config.resume_from_checkpoint
     if wanted in (None, "last"):
@@ -128,7 +147,7 @@ def summarize(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str
     """Return what a table or a plot of several runs needs to know of this one."""
     args, history = trainer.args, trainer.state.log_history
     metrics = final_results(trainer)
-    assert trainer.federation is not None
+    assert trainer.clients is not None
     return {
         "task": job.name,
         "title": job.title,
@@ -140,7 +159,7 @@ def summarize(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str
         "num_blocks": trainer.split.num_blocks,
         "partition": args.partition,
         "dirichlet_alpha": args.dirichlet_alpha,
-        "num_clients": len(trainer.federation),
+        "num_clients": len(trainer.clients),
         "participation": args.participation,
         "num_rounds": args.num_rounds,
         "warmup_rounds": args.warmup_rounds,

@@ -10,7 +10,18 @@ import numpy as np
 import torch
 
 # The streams of random numbers drawn from one run seed; their order is part of every result.
-_STREAMS = ("clients", "batches", "client_forward", "server_forward", "method", "partition", "data", "dropped")
+_STREAMS = (
+    "clients",
+    "batches",
+    "client_forward",
+    "server_forward",
+    "method",
+    "partition",
+    "data",
+    "dropped",
+    "replacements",
+    "noise",
+)
 
 
 def derive_seed(seed: int, stream: str, *key: int) -> int:

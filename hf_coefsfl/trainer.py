@@ -32,6 +32,7 @@ from .model_card import write_card
 from .outputs import Task
 from .probe import check_probe, load_probe, plot_probe, save_probe, summarize_probe
 from .rounds import num_sampled
+from .server_rounds import Clients, ServerRounds
 from .sharing import SharingTrainer
 from .simulation import Simulation
 from .split import split_model
@@ -125,10 +126,11 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         self._halves = nn.ModuleList([self.split.client, self.split.server])
         self.client_parameters, self.server_parameters = trainable_sides(self.split)
         self.task = Task.of(base, self.label_names)
+        self.clients: Clients | None = self.federation
         self.ledger = Ledger()
         self._reports: list[dict[str, float]] = []  # of the rounds since the last log
         self._check_sides()
-        self.simulation = self._make_simulation()
+        self.simulation: ServerRounds | None = self._make_simulation()
 
     # ---- Set-up ----
 
@@ -226,7 +228,7 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             if self.simulation is not None:
-                self.simulation.data.close()
+                self.simulation.close()
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the loader of the rounds; each item is a round's index, the same in every process."""
@@ -248,10 +250,10 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the mean number of samples a round trains on, for the samples per second."""
-        if self.federation is None:
+        if not self.clients:
             return 0
-        sampled = num_sampled(len(self.federation), args.participation)
-        return round(sum(self.federation.sizes) / len(self.federation) * sampled * args.local_epochs)
+        sampled = num_sampled(len(self.clients), args.participation)
+        return round(sum(self.clients.sizes) / len(self.clients) * sampled * args.local_epochs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return 0: a round's inputs are clients, not tokens."""
@@ -270,11 +272,11 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """Run one communication round: local training of the sampled clients, then federated averaging."""
-        assert self.simulation is not None and self.federation is not None
+        assert self.simulation is not None and self.clients is not None
         round_index = self.state.global_step  # not the loader's, which ignore_data_skip would start over
         progress = not self.args.disable_tqdm and self.is_local_process_zero()
         reports = self.simulation.run_round(round_index, self._get_learning_rate(), progress)
-        self.ledger.add(round_index, {self.federation.name(client): report for client, report in reports.items()})
+        self.ledger.add(round_index, {self.clients.name(client): report for client, report in reports.items()})
         summary = summarize(reports)
         probed = [point for point in self.simulation.staleness if point.round == round_index + 1]
         self._reports.append(summary | (summarize_probe(probed) if probed else {}) | self._counted(reports))

@@ -139,7 +139,7 @@ def test_without_padding_nothing_changes_but_the_bytes(
     if method == "fsl_sage":
         options["method_kwargs"] = {"num_blocks": 1, "align_epochs": 2}
     short = texts_run(tmp_path / "short", **options)
-    monkeypatch.setattr("hf_coefsfl.simulation.ignores_padding", lambda *_: False)
+    monkeypatch.setattr("hf_coefsfl.server_rounds.ignores_padding", lambda *_: False)
     padded = texts_run(tmp_path / "padded", **options)
     if method != "hutchinson":  # whose steps are relative to the norm of a sample, with its padding where there is any
         assert same(weights(short), weights(padded))
@@ -166,7 +166,7 @@ def test_padding_that_is_read_is_sent(tmp_path: Path, monkeypatch: pytest.Monkey
     data = padded_left(48)
     assert data[0]["attention_mask"].tolist() == sorted(data[0]["attention_mask"].tolist())
     short = texts_run(tmp_path / "short", data=data, method="vanilla")
-    monkeypatch.setattr("hf_coefsfl.simulation.ignores_padding", lambda *_: False)
+    monkeypatch.setattr("hf_coefsfl.server_rounds.ignores_padding", lambda *_: False)
     whole = texts_run(tmp_path / "whole", data=data, method="vanilla")
     assert same(weights(short), weights(whole)) and short.ledger.entries == whole.ledger.entries
 
@@ -206,7 +206,7 @@ def test_files_beyond_the_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", EXCHANGE_DTYPES)
 def test_a_limit_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     stores: list[Store] = []
-    monkeypatch.setattr("hf_coefsfl.simulation.Store", lambda *args: stores.append(Store(*args)) or stores[-1])
+    monkeypatch.setattr("hf_coefsfl.local_training.Store", lambda *args: stores.append(Store(*args)) or stores[-1])
     free = texts_run(tmp_path / "free", exchange_dtype=dtype)
     assert stores and not any(store.on_disk for store in stores)
     stores.clear()

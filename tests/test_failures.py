@@ -10,6 +10,7 @@ import torch
 from federated import images, rounds, same, trainer, weights
 
 from hf_coefsfl import SplitFedConfig, SplitFedTrainer
+from hf_coefsfl.local_training import set_mode
 from hf_coefsfl.rounds import assign_clients, is_dropped
 
 CLIENTS = 4
@@ -73,7 +74,8 @@ def test_survivors_alone_make_the_average(tmp_path: Path) -> None:
     assert alone.simulation is not None
     simulation, start = alone.simulation, federation(tmp_path / "start", {}).simulation
     assert start is not None
-    start._set_mode()
+    for half in (start.split.client, start.split.server):
+        set_mode(half, start.args)
     batches = start.data.batches(0, 2)
     start._train_client(0, 2, batches, alone.args.learning_rate)
     for name, parameter in start.client_parameters.items():

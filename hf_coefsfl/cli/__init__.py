@@ -13,12 +13,13 @@ import torch
 from transformers.utils import logging
 
 from .. import __version__
-from . import compare_command, cost_command, methods_command, train_command
+from . import compare_command, cost_command, methods_command, split_command, train_command
 
 COMMANDS = {
     "compare": compare_command,
     "cost": cost_command,
     "methods": methods_command,
+    "split": split_command,
     "train": train_command,
 }
 

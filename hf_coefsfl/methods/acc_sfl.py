@@ -66,8 +66,9 @@ class AccSFL(Method):
 
     def round(self, client: ClientLink, server: ServerSide) -> None:
         """Train each side on its own loss."""
-        server.local_updates(client.upload())
+        smashed = client.upload()
         client.update()
+        server.local_updates(smashed)
 
     def update(self, client: ClientSide, messages: Sequence[Message] | None, batches: Sequence[int] | None) -> None:
         """Walk the batches with the head's loss. Runs on the client."""

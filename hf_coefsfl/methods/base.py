@@ -41,6 +41,7 @@ class Method:
 
     name: ClassVar[str]
     title: ClassVar[str]  # what the paper calls it
+    deployable: ClassVar[bool] = True  # whether a client needs no more than its own half
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Register the method under its name."""
@@ -50,6 +51,10 @@ class Method:
 
     def check_task(self, task: Task) -> None:
         """Raise ValueError if the method cannot train for this task. Called before training starts."""
+
+    def exchanges_each_batch(self) -> bool:
+        """Return whether every batch crosses the cut on its own, which a network makes slow."""
+        return bool(getattr(self, "per_batch", False))
 
     def setup(self, split: SplitModel, task: Task, seed: int, first_round: int = 0) -> None:
         """Build what lives beside the model (auxiliary networks, statistics). Called once, before training.

@@ -55,6 +55,7 @@ class FSLSAGE(Method):
 
     name: ClassVar[str] = "fsl_sage"
     title: ClassVar[str] = "FSL-SAGE"
+    deployable: ClassVar[bool] = False  # clients hold a copy of server blocks
 
     align_every: int = 10  # l, rounds
     align_epochs: int = 40  # E

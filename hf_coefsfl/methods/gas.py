@@ -92,6 +92,7 @@ class GAS(GradientReuse):
         feedback = client.stage(
             Feedback(adjusted_gradient(server, data, batch, counts)) for batch, data in enumerate(smashed)
         )
+        client.update(feedback)
         ours = weighted(pooled(observe(data) for data in smashed), server)
         statistics = update(self._initial(server), ours)
         missing: list[list[int]] = [[] for _ in range(client.num_batches)]
@@ -102,7 +103,6 @@ class GAS(GradientReuse):
                 # Drawn anew in each epoch, to the same values: kept, they would outweigh the upload.
                 server.train_step(enlarge(data, missing[batch], statistics, server, batch), batch)
         server.kept = to_tensors(ours)
-        client.update(feedback)
 
     def _exchange_each_batch(self, client: ClientLink, server: ServerSide) -> None:
         seen = torch.zeros(server.task.num_labels, device=server.setting.device)

@@ -18,6 +18,10 @@ class Oracle(Method):
     name: ClassVar[str] = "oracle"
     title: ClassVar[str] = "Gradient reuse (w/ perfect comp.)"
 
+    def exchanges_each_batch(self) -> bool:
+        """Return True."""
+        return True
+
     def round(self, client: ClientLink, server: ServerSide) -> None:
         """Serve every local update of the client before the server's own, so that θˢ stays round-initial."""
         initial = client.upload()

@@ -31,8 +31,8 @@ class GradientReuse(Method):
         """Exchange once; all feedback is computed at the round-initial server weights."""
         smashed = client.upload()
         feedback = client.stage(self.feedback(server, data, batch) for batch, data in enumerate(smashed))
-        server.local_updates(smashed)
         client.update(feedback)
+        server.local_updates(smashed)
 
     def feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
         """Return what the server sends down for one batch."""

@@ -18,6 +18,10 @@ class VanillaSFL(Method):
     name: ClassVar[str] = "vanilla"
     title: ClassVar[str] = "Vanilla SFL"
 
+    def exchanges_each_batch(self) -> bool:
+        """Return True."""
+        return True
+
     def round(self, client: ClientLink, server: ServerSide) -> None:
         """Exchange every batch; each gradient belongs to the server weights before their step."""
         for _ in range(client.local_epochs):

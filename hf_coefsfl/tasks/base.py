@@ -68,6 +68,7 @@ class FineTuningTask:
     Args:
         arguments: of the class `arguments_class`; what is None there takes the task's default.
         keep: a further column to keep of the training set, for instance one that names each row's client.
+        model: a model to use as it is instead of loading one, such as a client's half; its classes are the task's.
     """
 
     name: ClassVar[str]
@@ -87,8 +88,9 @@ class FineTuningTask:
     higher_is_better: ClassVar[bool] = True
     remove_unused_columns: ClassVar[bool] = True
 
-    def __init__(self, arguments: TaskArguments, keep: str | None = None):
+    def __init__(self, arguments: TaskArguments, keep: str | None = None, model: PreTrainedModel | None = None):
         self.arguments = arguments
+        self.model = model
         if keep in self.columns and keep != "label":
             raise ValueError(f"partition_column={keep!r} is what the task trains on. Name another column, or copy it.")
         self.keep = None if keep in ("label", "labels") else keep
@@ -108,9 +110,15 @@ class FineTuningTask:
             roles[role] = column
         return roles
 
-    def prepare(self, seed: int) -> Prepared:
-        """Load the dataset and the model, and preprocess; `seed` makes the new head."""
-        raw = self._raw_splits()
+    def prepare(self, seed: int, *, train: bool = True, evaluation: bool = True) -> Prepared:
+        """Load the dataset and the model, and preprocess.
+
+        Args:
+            seed: makes the new head.
+            train: whether the dataset has rows to train on; a server has none.
+            evaluation: whether it has rows to evaluate on; a client has none.
+        """
+        raw = self._raw_splits(train, evaluation)
         processor = self.load_processor()
         evals = {name: rows for name, rows in raw.items() if name != "train"}
         set_seed(seed)
@@ -126,6 +134,8 @@ class FineTuningTask:
 
     def load_model(self, **kwargs: Any) -> PreTrainedModel:
         """Return the model in float32, the precision of the trained weights."""
+        if self.model is not None:
+            return self.model
         model: PreTrainedModel = load_from_hub_or_folder(
             self.auto_model,
             self.model_id,
@@ -136,16 +146,29 @@ class FineTuningTask:
         )
         return model
 
-    def _raw_splits(self) -> dict[str, Dataset]:
-        """Return "train" and the evaluation sets by name, with a column for each role, cut to the wanted samples."""
+    def known_classes(self) -> list[str] | None:
+        """Return the classes of a model that was given, in order; None: the dataset says which there are."""
+        if self.model is None:
+            return None
+        named: Any = self.model.config.id2label
+        return [str(named[i]) for i in range(len(named))]
+
+    def _raw_splits(self, train: bool = True, evaluation: bool = True) -> dict[str, Dataset]:
+        """Return "train" and the evaluation sets by name, with a column for each role, cut to the wanted samples.
+
+        Where one of the two is not wanted, its set is empty.
+        """
         arguments = self.arguments
         splits = load_splits(self.dataset_id, self.dataset_config)
-        chosen = {"train": arguments.train_split} | self._eval_splits(splits)
+        chosen = {"train": arguments.train_split} if train else {}
+        chosen |= self._eval_splits(splits) if evaluation else {}
         limits = dict.fromkeys(chosen, arguments.max_eval_samples) | {"train": arguments.max_train_samples}
         given = {item.partition("=")[0] for item in arguments.columns or []}
         rows = {name: shortened(splits, split, limits[name], self.dataset_id) for name, split in chosen.items()}
         picked = {name: pick(part, self.roles, given, self.optional_roles) for name, part in rows.items()}
-        if self.keep is not None:
+        for name in () if train and evaluation else ("validation",) if train else ("train",):
+            picked[name] = next(iter(picked.values())).select([])
+        if self.keep is not None and train:
             picked["train"] = with_column_of(picked["train"], rows["train"], self.keep)
         return picked
 

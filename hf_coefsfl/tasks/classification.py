@@ -61,7 +61,7 @@ class TextClassification(TextTask):
 
     def build(self, train: Dataset, evals: dict[str, Dataset], processor: Any) -> Prepared:
         """Tokenise; a batch is padded to its longest sample."""
-        train, evals, names = with_class_labels(train, evals)
+        train, evals, names = with_class_labels(train, evals, self.known_classes())
         texts = [role for role in self.roles if role != "label"]
 
         def encode(rows: dict[str, list[Any]]) -> Any:

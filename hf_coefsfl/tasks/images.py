@@ -45,7 +45,7 @@ class ImageClassification(FineTuningTask):
 
     def build(self, train: Dataset, evals: dict[str, Dataset], processor: Any) -> Prepared:
         """Leave the images as they are; the collator makes pixel values of them."""
-        train, evals, names = with_class_labels(train, evals)
+        train, evals, names = with_class_labels(train, evals, self.known_classes())
         model = self.load_model(
             num_labels=len(names),
             id2label=dict(enumerate(names)),

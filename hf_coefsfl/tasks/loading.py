@@ -86,15 +86,19 @@ def with_column_of(rows: Dataset, source: Dataset, column: str) -> Dataset:
     return concatenate_datasets([rows, source.select_columns([column])], axis=1)
 
 
-def with_class_labels(train: Dataset, evals: Mapping[str, Dataset]) -> tuple[Dataset, dict[str, Dataset], list[str]]:
+def with_class_labels(
+    train: Dataset, evals: Mapping[str, Dataset], names: list[str] | None = None
+) -> tuple[Dataset, dict[str, Dataset], list[str]]:
     """Return all sets with the label as a number from 0 on in the column `labels`, and the names of the classes.
 
-    Labels may be a `ClassLabel`, numbers or strings. Rows with the label -1 (not annotated) are left out.
+    Labels may be a `ClassLabel`, numbers or strings. Rows with the label -1 (not annotated) are left out. `names` are
+    the classes where they are known already: the sets need not hold all of them.
     """
     sets = {"": train, **evals}
-    feature = train.features["label"]
-    if isinstance(feature, ClassLabel):
-        names = list(feature.names)
+    if names is not None:
+        sets = {name: _as_known(rows, names) for name, rows in sets.items()}
+    elif isinstance(train.features["label"], ClassLabel):
+        names = list(train.features["label"].names)
         for name, rows in evals.items():
             other = rows.features["label"]
             if list(getattr(other, "names", names)) != names or "int" not in other.dtype:
@@ -112,11 +116,32 @@ def with_class_labels(train: Dataset, evals: Mapping[str, Dataset]) -> tuple[Dat
         labels = rows.with_format(None)["label"][:]
         if any(label is None or label < 0 for label in labels):
             keep = [i for i, label in enumerate(labels) if label is not None and label >= 0]
-            if not keep:
+            if not keep and len(labels):
                 raise ValueError(f"No row of {name or 'the training set'} has a label: its labels are hidden.")
             sets[name] = rows.select(keep)
     renamed = {name: rows.rename_column("label", "labels") for name, rows in sets.items()}
     return renamed.pop(""), renamed, names
+
+
+def _as_known(rows: Dataset, names: list[str]) -> Dataset:
+    """Return the rows with their labels as places among known names."""
+    feature = rows.features["label"]
+    if isinstance(feature, ClassLabel) and list(feature.names) != names:
+        rows = rows.map(
+            lambda labels: {"label": [None if x is None or x < 0 else feature.names[x] for x in labels]},
+            input_columns="label",
+            batched=True,
+            features=Features({**rows.features, "label": Value("string")}),
+        )
+    values = _distinct_labels({"": rows}) if len(rows) else []
+    if all(isinstance(value, int) for value in values):
+        unknown = [value for value in values if not 0 <= value < len(names)]
+    else:
+        unknown = [value for value in values if value not in names]
+        rows = _numbered(rows, names)
+    if unknown:
+        raise ValueError(f"The label {unknown[0]!r} is none of the model's {len(names)}: {', '.join(names[:5])} ...")
+    return rows
 
 
 def _distinct_labels(sets: Mapping[str, Dataset]) -> list[Any]:

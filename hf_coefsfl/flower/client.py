@@ -1,0 +1,133 @@
+"""The ClientApp. Flower starts a process for each message, so what a round needs again lies in files.
+
+A message is one of: `query.hello` (who are you), `train.step` (some calls of the round script), `query.deliver` (a
+chunk of a payload that is too large for a step) and `query.fetch` (a chunk of what a step has left to send). The last
+two only copy bytes and load nothing of PyTorch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from .transfers import (
+    PROTOCOL,
+    Incoming,
+    Manifest,
+    TransferError,
+    chunk_of,
+    content,
+    header_of,
+    read_chunk,
+    text,
+    whole,
+)
+
+client_app = ClientApp()
+
+_INBOX, _OUTBOX = "inbox", "outbox"  # what has come for the next step, what the last one has left to send
+_ECHOED = ("protocol", "client", "round", "token", "sequence")
+
+
+def work_folder(context: Context) -> Path:
+    """Return the folder of this node in this run, which only its user may read.
+
+    HF_COEFSFL_WORK names the place; by default it is the folder for temporary files.
+    """
+    place = Path(os.environ.get("HF_COEFSFL_WORK") or tempfile.gettempdir())
+    folder = place / f"hf_coefsfl-{os.getuid()}" / f"{context.run_id}-{context.node_id}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in (folder.parent, folder):
+        if made.stat().st_uid != os.getuid():
+            raise PermissionError(f"{made} belongs to another user. Set HF_COEFSFL_WORK to a folder of your own.")
+        made.chmod(0o700)
+    return folder
+
+
+@client_app.query("hello")
+def hello(message: Message, context: Context) -> Message:
+    """Say which client this is, what it holds, and how much data it has; begin with an empty folder."""
+    header = header_of(message.content)
+    if header.get("protocol") != PROTOCOL:
+        raise TransferError(f"the server speaks protocol {header.get('protocol')}, this client {PROTOCOL}")
+    _forget_other_runs(work_folder(context))
+    from .client_node import ClientNode
+
+    return Message(content(ClientNode(context.run_config, context.node_config).introduce()), reply_to=message)
+
+
+@client_app.query("deliver")
+def deliver(message: Message, context: Context) -> Message:
+    """Take a chunk of the payload of the next step."""
+    header, folder = header_of(message.content), work_folder(context)
+    manifest = Manifest.read(header, whole(header, "max_payload"))
+    if manifest is None:
+        raise TransferError("a chunk came without a manifest")
+    offset = whole(header, "offset")
+    if offset == 0:
+        (folder / _INBOX).unlink(missing_ok=True)
+    there = Incoming(folder / _INBOX, manifest).append(offset, chunk_of(message.content))
+    return Message(content(_echo(header) | {"received": there}), reply_to=message)
+
+
+@client_app.query("fetch")
+def fetch(message: Message, context: Context) -> Message:
+    """Send a chunk of what the last step left; after the last chunk it is deleted where nothing needs it."""
+    header, path = header_of(message.content), work_folder(context) / _OUTBOX
+    offset, size = whole(header, "offset"), whole(header, "chunk_size")
+    if not path.exists() or text(header, "payload_sha256") != Manifest.of(path).sha256:
+        raise TransferError("there is no such payload here")
+    reply = Message(content(_echo(header), read_chunk(path, offset, size)), reply_to=message)
+    return reply
+
+
+@client_app.train("step")
+def step(message: Message, context: Context) -> Message:
+    """Do some calls of the round script."""
+    header, folder = header_of(message.content), work_folder(context)
+    manifest = Manifest.read(header, whole(header, "max_payload"))
+    payload = None
+    if manifest is not None:
+        incoming = Incoming(folder / _INBOX, manifest)
+        if "payload" in message.content:
+            incoming.path.unlink(missing_ok=True)
+            incoming.append(0, chunk_of(message.content))
+        payload = incoming.check()
+    (folder / _OUTBOX).unlink(missing_ok=True)
+    from .client_node import ClientNode
+    from .client_round import ClientRound
+
+    node = ClientNode(context.run_config, context.node_config)
+    done = ClientRound(node, folder, header).run(json.loads(text(header, "calls")), payload, folder / _OUTBOX)
+    (folder / _INBOX).unlink(missing_ok=True)
+    return Message(_answer(_echo(header) | done, folder / _OUTBOX, whole(header, "chunk_size")), reply_to=message)
+
+
+def _answer(header: dict[str, Any], outbox: Path, chunk_size: int) -> Any:
+    """Return what a step answers, with the beginning of its payload or all of it."""
+    if not outbox.exists():
+        return content(header)
+    manifest = Manifest.of(outbox)
+    chunk = read_chunk(outbox, 0, chunk_size)
+    if manifest.size <= chunk_size:
+        outbox.unlink()
+    return content(header | manifest.entries(), chunk)
+
+
+def _echo(header: dict[str, Any]) -> dict[str, Any]:
+    return {name: header[name] for name in _ECHOED if name in header}
+
+
+def _forget_other_runs(folder: Path) -> None:
+    """Delete what this node has left of rounds and runs before: smashed data should not lie about."""
+    node = folder.name.rpartition("-")[2]
+    for other in folder.parent.glob(f"*-{node}"):
+        shutil.rmtree(other, ignore_errors=True)
+    folder.mkdir(exist_ok=True, mode=0o700)

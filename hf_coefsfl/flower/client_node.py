@@ -1,0 +1,139 @@
+"""What a client is: its half of the model, its data, and the options of the run."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.utils import find_labels
+
+from .. import __version__
+from ..client_data import ClientData
+from ..federation import Federation
+from ..local_training import Methods, set_mode
+from ..outputs import Task
+from ..partition import Partition
+from ..split import ClientHalf, load_client
+from ..split.placeholders import unwrapped
+from .options import read_run_config
+from .transfers import PROTOCOL
+
+
+class HalfAlone:
+    """A client half in the place of a split model, as far as methods look at one on a client."""
+
+    def __init__(self, client: ClientHalf):
+        self.client, self.model = client, client.model
+
+
+class ClientNode:
+    """A client as Flower's run config and the node config of its SuperNode describe it.
+
+    Args:
+        run_config: the options of the run, the same for all.
+        node_config: `partition-id` is the number of this client; `dataset` its own data (a folder, a file, or an id on
+            the Hub; without it the client takes its part of the run's `dataset_name`), `client-half` the folder or
+            repo of its half of the model, `name` what it is called.
+    """
+
+    def __init__(self, run_config: Mapping[str, Any], node_config: Mapping[str, Any]):
+        options = read_run_config(run_config)
+        self.config = options.config
+        self.client = _number(node_config)
+        self.name = str(node_config.get("name", self.client))
+        source = node_config.get("client-half", options.client_half)
+        if not source:
+            raise ValueError("The node config has no client-half: the folder that `coefsfl split` wrote for clients.")
+        self.half = load_client(str(source)).to(self.config.device)
+        set_mode(self.half, self.config)
+        model: Any = unwrapped(self.half.model)
+        self.parameters = {name: p for name, p in self.half.model.named_parameters() if p.requires_grad}
+        labels = self.config.label_names or find_labels(type(model))
+        self.task = Task.of(model, labels)
+        self.methods = Methods(self.config)
+        alone: Any = HalfAlone(self.half)
+        self.methods.method.setup(alone, self.task, self.config.seed, first_round=self.config.warmup_rounds)
+        self._prepare_data(options, node_config, str(source), model, labels)
+
+    def _prepare_data(
+        self, options: Any, node_config: Mapping[str, Any], source: str, model: Any, labels: list[str]
+    ) -> None:
+        own = node_config.get("dataset")
+        given = replace(options.arguments, model_name_or_path=source)
+        if own:
+            given = replace(given, dataset_name=str(own), dataset_config_name=None)
+        column = self.config.partition_column
+        job = options.task(given, keep=None if own else column, model=model)
+        prepared = job.prepare(self.config.seed, evaluation=False)
+        rows = prepared.train_dataset
+        if own:
+            nothing = (np.arange(0),) * self.client
+            names = tuple(map(str, range(self.client + 1)))
+            federation = Federation([rows], Partition((*nothing, np.arange(len(rows))), names))
+        else:
+            federation = Federation.of(rows, self.config)
+            if self.client >= len(federation):
+                raise ValueError(f"partition-id={self.client}, but the data is split over {len(federation)} clients.")
+        if job.remove_unused_columns:
+            taken = {*inspect.signature(model.forward).parameters, "label", "label_ids", *labels}
+            federation = federation.map_datasets(
+                lambda d: d.select_columns([name for name in d.column_names if name in taken])
+            )
+        self.num_samples = federation.sizes[self.client]
+        if not self.num_samples:
+            raise ValueError(f"Client {self.name} has no data.")
+        self.data = ClientData(federation, prepared.data_collator, self.task, self.config)
+
+    @property
+    def autocast(self) -> Any:
+        """What passes run under."""
+        if not self.config.bf16:
+            return nullcontext
+        return partial(torch.autocast, self.config.device.type, torch.bfloat16)
+
+    def introduce(self) -> dict[str, Any]:
+        """Return what the server is told of this client."""
+        return {
+            "protocol": PROTOCOL,
+            "version": __version__,
+            "client": self.client,
+            "name": self.name,
+            "num_samples": self.num_samples,
+            "half": fingerprint(self.half),
+        }
+
+
+def _number(node_config: Mapping[str, Any]) -> int:
+    value = node_config.get("partition-id")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"The node config has partition-id={value!r}: give each client a number from 0 on.")
+    return value
+
+
+def fingerprint(half: ClientHalf) -> str:
+    """Return a checksum of a client half: the cut, every frozen weight, and the names and shapes of the trained."""
+    found = hashlib.sha256(f"{half.cut.blocks} {half.cut.index}".encode())
+    for name, parameter in sorted(half.model.named_parameters()):
+        if _is_hollow(parameter):
+            continue
+        found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}".encode())
+        if not parameter.requires_grad:
+            found.update(_bytes(parameter))
+    return found.hexdigest()
+
+
+def _is_hollow(parameter: nn.Parameter) -> bool:
+    """Whether it only stands in for a weight of the other half."""
+    return parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size()
+
+
+def _bytes(t: Tensor) -> Any:
+    return t.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data

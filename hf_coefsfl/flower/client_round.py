@@ -1,0 +1,202 @@
+"""A client's round, of which each process does a part: its weights, optimizer and exchange lie in files in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..exchange import Exchange, Store
+from ..exchange_files import read_exchange, write_exchange
+from ..local_training import local_optimizer, make_setting
+from ..messages import Feedback, Message, Parameters, SmashedData
+from ..methods import Method
+from ..padding import kept_positions
+from ..rounds import preserved_random_state
+from ..sides import ClientSide
+from .checks import copy_checked
+from .client_node import ClientNode
+from .transfers import TransferError, text, whole
+
+_TENSORS, _STATE, _UPLOAD, _INITIAL = "round.safetensors", "round.json", "upload", "initial"
+
+
+class ClientRound:
+    """The calls that a server makes of one client's round.
+
+    Args:
+        node: the client.
+        folder: where the round lies between two messages.
+        header: of the message: which round, which call of it, and how it is run.
+    """
+
+    def __init__(self, node: ClientNode, folder: Path, header: Mapping[str, Any]):
+        if whole(header, "client") != node.client:
+            raise TransferError(f"this is client {node.client}, the message is for client {header['client']}")
+        self.node, self.folder = node, folder
+        self.round_index, self.sequence = whole(header, "round"), whole(header, "sequence")
+        self.token = text(header, "token")
+        learning_rate = header.get("learning_rate")
+        if not isinstance(learning_rate, float) or not 0 < learning_rate < float("inf"):
+            raise TransferError(f"the learning rate is {learning_rate!r}")
+        self.method: Method = node.methods.of_round(self.round_index)
+        self.store = Store(
+            node.config.exchange_dtype,
+            whole(header, "memory_limit"),
+            folder,
+            leading=bool(header.get("leading")),
+            trailing=bool(header.get("trailing")),
+        )
+        batches = node.data.batches(self.round_index, node.client)
+        setting = make_setting(node.config, self.round_index, node.client, self.store, node.autocast)
+        optimizer = local_optimizer(node.config, node.parameters, learning_rate)
+        self.side = ClientSide(node.half, batches, optimizer, setting, node.task)
+        self.uploaded: list[int] | None = None  # batches of the last upload; None: all
+
+    def run(self, calls: list[Any], payload: Path | None, outbox: Path) -> dict[str, Any]:
+        """Do the calls of one message; return what is answered. What is to be sent is left in `outbox`."""
+        answer: dict[str, Any] = {"num_batches": len(self.side.batches), "num_samples": self.node.num_samples}
+        seconds = 0.0
+        with preserved_random_state():
+            if self.sequence == 0:
+                self._begin(payload)
+                payload = None
+            else:
+                self._restore()
+            for call in calls:
+                start = time.perf_counter()
+                if call["do"] == "upload":
+                    self._upload(call["batches"], outbox)
+                elif call["do"] == "update":
+                    self._update(call["batches"], payload)
+                elif call["do"] == "finish":
+                    self._finish(outbox)
+                else:
+                    raise TransferError(f"there is no call {call['do']!r}")
+                seconds += time.perf_counter() - start
+        if calls and calls[-1]["do"] == "finish":
+            for name in (_TENSORS, _STATE, _UPLOAD, _INITIAL):
+                (self.folder / name).unlink(missing_ok=True)
+        else:
+            self._save()
+        return answer | {"seconds": seconds}
+
+    # ---- The calls ----
+
+    @torch.no_grad()
+    def _begin(self, payload: Path | None) -> None:
+        """Take the round's weights."""
+        for name in (_TENSORS, _STATE, _UPLOAD, _INITIAL):
+            (self.folder / name).unlink(missing_ok=True)
+        if payload is None:
+            raise TransferError("a round begins with weights, there are none")
+        received = Parameters.from_bytes(payload.read_bytes())
+        copy_checked(self.node.parameters, received.adapters)
+        copy_checked(self.method.federated(), received.auxiliary)
+
+    def _upload(self, batches: list[int] | None, outbox: Path) -> None:
+        made = self.method.upload(self.side, batches)
+        sent = made if isinstance(made, Exchange) else self.side.pack(made, lasting=batches is None)
+        write_exchange(sent, outbox)
+        self.uploaded = batches
+        for name in (_UPLOAD, *([_INITIAL] if batches is None else [])):  # other names of the same file
+            (self.folder / name).unlink(missing_ok=True)
+            os.link(outbox, self.folder / name)
+
+    def _update(self, batches: list[int] | None, payload: Path | None) -> None:
+        messages = None
+        uploaded = self._read_own(_UPLOAD)
+        if payload is not None:
+            places = {b: i for i, b in enumerate(self.uploaded if self.uploaded is not None else range(len(uploaded)))}
+            walked = batches if batches is not None else list(places)
+
+            def kept(place: int, message: Message) -> Tensor | None:
+                return uploaded.kept(places[walked[place]])
+
+            messages = read_exchange(payload, Message, self.store, kept, self.side.setting.device)
+            self._check_feedback(messages, uploaded, [places[b] for b in walked])
+        if batches is not None:  # the pass whose graph the update needs was another process's
+            observed = {name: list(values) for name, values in self.side.observed.values.items()}
+            self.method.upload(self.side, self.uploaded)
+            self.side.observed.values = observed
+        self.method.update(self.side, messages, batches)
+
+    def _check_feedback(self, messages: Exchange[Message], uploaded: Exchange[Any], places: list[int]) -> None:
+        """Refuse feedback that does not fit the activations it speaks of, or that is not finite."""
+        if len(messages) != len(places):
+            raise TransferError(f"{len(messages)} messages came for {len(places)} batches")
+        for number, (place, message) in enumerate(zip(places, messages, strict=True)):
+            for name, t in message.tensors().items():
+                if t.is_floating_point() and not bool(t.isfinite().all()):
+                    raise TransferError(f"the {name} of batch {number} holds NaN or infinity")
+            if isinstance(message, Feedback):
+                expected = uploaded.packed[place].tensors["activations"].shape
+                shape = message.gradient.shape
+                if shape != expected:
+                    raise TransferError(f"a gradient has shape {tuple(shape)}, the activations {tuple(expected)}")
+
+    def _finish(self, outbox: Path) -> None:
+        """Leave the trained weights, and what was seen and kept on the way."""
+        self.side.finish()
+        tensors = {f"adapters.{name}": p.detach() for name, p in self.node.parameters.items()}
+        tensors |= {f"kept.{name}": t for name, t in self.side.kept.items()}
+        save_file({n: t.cpu().contiguous() for n, t in (tensors | self._observed()).items()}, outbox)
+
+    # ---- Between two messages ----
+
+    def _save(self) -> None:
+        tensors = {f"weights.{name}": p.detach() for name, p in self.node.parameters.items()} | self._observed()
+        tensors |= {f"kept.{name}": t for name, t in self.side.kept.items()}
+        plain: dict[str, Any] = {}
+        for place, state in self.side.optimizer.state_dict()["state"].items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{place}.{key}"] = value
+                else:
+                    plain[f"{place}.{key}"] = value
+        save_file({n: t.cpu().clone().contiguous() for n, t in tensors.items()}, self.folder / _TENSORS)
+        state = {"token": self.token, "sequence": self.sequence, "uploaded": self.uploaded, "optimizer": plain}
+        (self.folder / _STATE).write_text(json.dumps(state))
+
+    def _restore(self) -> None:
+        path = self.folder / _STATE
+        state = json.loads(path.read_text()) if path.exists() else {}
+        if state.get("token") != self.token or state.get("sequence") != self.sequence - 1:
+            raise TransferError(
+                f"step {self.sequence} of a round came, but here the last one was {state.get('sequence')} of "
+                f"{'this' if state.get('token') == self.token else 'another'} round"
+            )
+        self.uploaded = state["uploaded"]
+        found: dict[str, dict[str, Tensor]] = {"weights": {}, "observed": {}, "kept": {}, "optimizer": {}}
+        for name, t in load_file(self.folder / _TENSORS).items():
+            kind, _, rest = name.partition(".")
+            found[kind][rest] = t.to(self.side.setting.device)
+        copy_checked(self.node.parameters, found["weights"])
+        self.side.kept = {name: t.cpu() for name, t in found["kept"].items()}
+        self.side.observed.values = {name: list(t.unbind()) for name, t in found["observed"].items()}
+        states: dict[int, dict[str, Any]] = {}
+        for name, value in (found["optimizer"] | state["optimizer"]).items():
+            place, _, key = name.partition(".")
+            states.setdefault(int(place), {})[key] = value
+        whole_state = self.side.optimizer.state_dict()
+        self.side.optimizer.load_state_dict({**whole_state, "state": states})
+        if (self.folder / _INITIAL).exists():
+            self.side.initial = self._read_own(_INITIAL)
+
+    def _observed(self) -> dict[str, Tensor]:
+        return {f"observed.{name}": torch.stack(values) for name, values in self.side.observed.values.items()}
+
+    def _read_own(self, name: str) -> Exchange[Any]:
+        """Return what this client has uploaded."""
+
+        def kept(place: int, message: SmashedData) -> Tensor | None:
+            return kept_positions(message, self.node.task)
+
+        return read_exchange(self.folder / name, SmashedData, self.store, kept, self.side.setting.device)

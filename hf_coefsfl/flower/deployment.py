@@ -1,0 +1,201 @@
+"""Rounds with clients on other machines, all of a round at once."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ..config import SplitFedConfig
+from ..exchange import Store
+from ..fedavg import flatten
+from ..ledger import ClientReport
+from ..links import synchronize
+from ..local_training import set_mode
+from ..messages import Parameters
+from ..outputs import Task
+from ..rounds import derive_seed, preserved_random_state, sample_clients
+from ..server_rounds import ServerRounds
+from ..split import SplitModel
+from ..split.placeholders import unwrapped
+from .channel import Channel
+from .checks import UploadCheck
+from .courier import Cancelled, Courier, Deadline
+from .link import FlowerLink, Turn, snapshot
+from .options import DeploymentOptions
+from .roster import Roster
+
+logger = logging.getLogger(__name__)
+NOT_NEEDED = "not needed, enough others have answered"
+_FOLDER = ".exchange"  # in the output folder: payloads that are being received
+
+
+class Deployment(ServerRounds):
+    """The server's half computes for one client after the other, while the clients work and send at the same time."""
+
+    clients: Roster
+
+    def __init__(
+        self,
+        split: SplitModel,
+        task: Task,
+        roster: Roster,
+        courier: Courier,
+        args: SplitFedConfig,
+        options: DeploymentOptions,
+        accelerator: Accelerator,
+    ):
+        super().__init__(split, task, roster, args, accelerator)
+        self.roster, self.courier, self.options = roster, courier, options
+        assert isinstance(options.chunk_size, int) and isinstance(options.max_payload, int)
+        self.chunk_size, self.max_payload = options.chunk_size, options.max_payload
+        self.folder = Path(args.output_dir or ".") / _FOLDER
+        config: Any = unwrapped(split.model).config.get_text_config()
+        tokens = math.prod(self.example.activations.shape[1:-1])
+        self.check = UploadCheck(
+            task,
+            self.example,
+            args.per_device_train_batch_size,
+            max(tokens, getattr(config, "max_position_embeddings", None) or 0),
+        )
+        if any(self.methods.of_round(t).exchanges_each_batch() for t in range(args.num_rounds)):
+            logger.warning(
+                "Rounds that exchange every batch (vanilla SFL, which is also the warm-up, and perfect compensation) "
+                "cost a message and a new process on the client for each batch over Flower: seconds each. "
+                "warmup_rounds=0 leaves the warm-up out."
+            )
+
+    def least_clients(self) -> int:
+        """Return how many clients must be left for an average."""
+        return self.options.min_clients
+
+    def store(self) -> Store:
+        """Return where the exchange of a client's round is kept: a chunk of it in memory unless told otherwise."""
+        limit = self.args.exchange_memory_limit
+        assert not isinstance(limit, str)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        limit = self.chunk_size if limit is None else limit
+        return Store(self.args.exchange_dtype, limit, self.folder, *self.ignored_padding)
+
+    def run_round(self, round_index: int, learning_rate: float, progress: bool = False) -> dict[int, ClientReport]:
+        """Train the sampled clients from the global weights, average, and return their reports in client order."""
+        shutil.rmtree(self.folder, ignore_errors=True)  # what a kill may have left
+        self.folder.mkdir(parents=True)
+        self.roster.wait_for(self.options.min_clients, self.options.round_timeout)
+        needed, clients = self.sample(round_index)
+        set_mode(self.split.server, self.args)
+        initial = flatten(self.parameters)
+        turn, deadlines = Turn(list(self.server_parameters.values())), dict[int, Deadline]()
+        outcomes: dict[int, tuple[ClientReport, Tensor | None]] = {}
+        finished, bar = (
+            threading.Condition(),
+            tqdm(total=len(clients), desc=f"round {round_index + 1}: clients", leave=False, disable=not progress),
+        )
+        weights = Parameters(snapshot(self.client_parameters), snapshot(self.methods.of_round(round_index).federated()))
+        start = flatten(list(self.server_parameters.values()))
+
+        def work(client: int) -> None:
+            outcome = self._run_client(round_index, client, learning_rate, deadlines[client], turn, weights, start)
+            with finished:
+                outcomes[client] = outcome
+                bar.update()
+                finished.notify()
+
+        with preserved_random_state():
+            for client in clients:
+                deadlines[client] = Deadline(self.options.round_timeout)
+                threading.Thread(target=work, args=(client,), daemon=True).start()
+            with finished:
+                while len(outcomes) < len(clients):
+                    if sum(report.failure is None for report, _ in outcomes.values()) >= needed:
+                        for client in clients:
+                            deadlines[client].cancelled.set()
+                    finished.wait()
+        bar.close()
+        reports = {client: outcomes[client][0] for client in clients}
+        for client in [c for c in clients if reports[c].failure == NOT_NEEDED]:
+            logger.info("Round %d, client %s: %s.", round_index + 1, self.clients.name(client), NOT_NEEDED)
+            del reports[client]
+        trained = {client: t for client in reports if (t := outcomes[client][1]) is not None}
+        self.average(round_index, reports, trained, dict.fromkeys(reports, 0), initial)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return reports
+
+    def sample(self, round_index: int) -> tuple[int, list[int]]:
+        """Return how many clients a round needs, and whom it asks.
+
+        They are the simulation's; in the place of those who are not there, and for over-sampling, others are drawn.
+        """
+        there = set(self.roster.online())
+        wanted = sample_clients(self.args.seed, round_index, len(self.roster), self.args.participation)
+        needed = len(wanted)
+        total = math.ceil(needed * (1 + self.options.over_sampling))
+        chosen = [client for client in wanted if client in there]
+        others = sorted(there - set(chosen))
+        generator = np.random.default_rng(derive_seed(self.args.seed, "replacements", round_index))
+        generator.shuffle(others)
+        return needed, sorted([*chosen, *others][:total])
+
+    def _run_client(
+        self,
+        round_index: int,
+        client: int,
+        learning_rate: float,
+        deadline: Deadline,
+        turn: Turn,
+        weights: Parameters,
+        start: Tensor,
+    ) -> tuple[ClientReport, Tensor | None]:
+        """Return a client's report and its trained weights, client then server, if it came through."""
+        member = self.roster.members[client]
+        try:
+            with turn.taken(start):
+                link = self._link(round_index, client, learning_rate, deadline, turn, weights)
+                side = self.server_side(link.setting, learning_rate)
+                self.methods.of_round(round_index).round(link, side)
+                link.finish()
+                side.finish()
+                synchronize(self.args.device)
+                trained = [*(link.trained[name] for name in self.client_parameters), *self.server_parameters.values()]
+                flat = flatten([t.to(self.args.device) for t in trained])
+            seconds = link.client_seconds + turn.seconds[threading.get_ident()]
+            return ClientReport.of(link, side, seconds, member.num_samples), flat
+        except Cancelled:
+            return ClientReport.of_absent(NOT_NEEDED, member.num_samples), None
+        except Exception as error:
+            reason = " ".join(str(error).split())[:500].rstrip(".")
+            return ClientReport.of_absent(f"{type(error).__name__}: {reason}", member.num_samples), None
+
+    def _link(
+        self,
+        round_index: int,
+        client: int,
+        learning_rate: float,
+        deadline: Deadline,
+        turn: Turn,
+        weights: Parameters,
+    ) -> FlowerLink:
+        member, setting = self.roster.members[client], self.setting(round_index, client)
+        leading, trailing = self.ignored_padding
+        header = {
+            "client": client,
+            "round": round_index,
+            "learning_rate": float(learning_rate),
+            "leading": leading,
+            "trailing": trailing,
+            "memory_limit": setting.store.memory_limit or 0,
+        }
+        title = None if self.args.disable_tqdm else f"client {member.name}"
+        channel = Channel(
+            self.courier, member.node, deadline, header, self.folder, self.chunk_size, self.max_payload, title
+        )
+        method = self.methods.of_round(round_index)
+        return FlowerLink(method, channel, setting, self.check, turn, weights, member.num_samples)

@@ -1,0 +1,239 @@
+"""A client on another machine, as a round script sees it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ..exchange import Exchange
+from ..exchange_files import read_exchange, write_exchange
+from ..fedavg import flatten, unflatten_
+from ..links import Meter
+from ..messages import Message, Parameters, SmashedData
+from ..methods import Method
+from ..padding import kept_positions
+from ..sides import Observations, Setting
+from .channel import Channel
+from .checks import UploadCheck, check_observed, check_tensors
+from .transfers import TransferError, whole
+
+
+class Turn:
+    """The server half computes for one client at a time, with that client's weights in it.
+
+    A client's thread gives its turn up while it waits for the network.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]):
+        self.parameters = list(parameters)
+        self._lock = threading.Lock()
+        self._since: dict[int, float] = {}
+        self.seconds: dict[int, float] = {}  # for which each thread had its turn
+
+    @contextmanager
+    def taken(self, weights: Tensor) -> Iterator[None]:
+        """Compute with these weights."""
+        with self._lock:
+            self._begin(weights)
+            try:
+                yield
+            finally:
+                self._end()
+
+    @contextmanager
+    def given_up(self) -> Iterator[None]:
+        """Let others compute; at the end this thread's weights are back."""
+        weights = flatten(self.parameters)
+        self._end()
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
+            self._begin(weights)
+
+    def _begin(self, weights: Tensor) -> None:
+        unflatten_(self.parameters, weights)
+        self._since[threading.get_ident()] = time.perf_counter()
+
+    def _end(self) -> None:
+        me = threading.get_ident()
+        self.seconds[me] = self.seconds.get(me, 0.0) + time.perf_counter() - self._since[me]
+
+
+class FlowerLink:
+    """The client is on the other side of a channel.
+
+    Updates of single batches wait for the next upload and go with it: one message each way for a batch. The update of
+    the whole round starts at once, in the background.
+
+    Args:
+        method: of the round.
+        channel: to the client.
+        setting: of the round.
+        check: what an upload must be.
+        turn: given up while waiting.
+        weights: what the client begins with.
+        num_samples: that the client has.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        channel: Channel,
+        setting: Setting,
+        check: UploadCheck,
+        turn: Turn,
+        weights: Parameters,
+        num_samples: int,
+    ):
+        self.method, self.channel, self.setting, self.check, self.turn = method, channel, setting, check, turn
+        self.weights, self.num_samples = weights, num_samples
+        self.local_epochs = setting.local_epochs
+        self.meter = Meter()
+        self.client_seconds = 0.0
+        self.observed = Observations()
+        self.kept: dict[str, Tensor] = {}
+        self.trained: dict[str, Tensor] = {}
+        self._num_batches: int | None = None
+        self._positions: dict[int, Tensor | None] = {}
+        self._waiting: list[dict[str, Any]] = []
+        self._payload: Path | None = None
+        self._finishing: Future[None] | None = None
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches the client has; asked for where nothing has told so yet."""
+        if self._num_batches is None:
+            with self.turn.given_up():
+                self._step([])
+        assert self._num_batches is not None
+        return self._num_batches
+
+    def upload(self, batches: Sequence[int] | None = None) -> Sequence[SmashedData]:
+        """Ask for the smashed data of some batches, or of the whole round (None)."""
+        asked = None if batches is None else list(batches)
+        with self.turn.given_up():
+            path = self._step([{"do": "upload", "batches": asked}])
+            if path is None:
+                raise TransferError("smashed data was asked for, none came")
+            sent: Exchange[SmashedData] = read_exchange(
+                path,
+                SmashedData,
+                self.setting.store,
+                lambda _, message: kept_positions(self.check.sound(message), self.check.task),
+                self.setting.device,
+            )
+            path.unlink()  # an open file stays
+            self.check.exchange(sent, self.num_batches if asked is None else len(asked))
+        self._positions |= {b: sent.kept(i) for i, b in enumerate(asked if asked is not None else range(len(sent)))}
+        self.meter.transfers += 1
+        self.meter.count(self.meter.up, sent)
+        return sent
+
+    def stage(self, messages: Iterable[Message]) -> Sequence[Message]:
+        """Pack messages for the whole round, one for each batch."""
+        return self._pack(messages, None)
+
+    def _pack(self, messages: Iterable[Message], batches: Sequence[int] | None) -> Exchange[Message]:
+        places = range(self.num_batches) if batches is None else batches
+        packed: Exchange[Message] = Exchange(self.setting.store, lasting=batches is None)
+        return packed.extend(messages, (self._positions.get(batch) for batch in places))
+
+    def update(self, messages: Sequence[Message] | None = None, batches: Sequence[int] | None = None) -> None:
+        """Have the client do its local updates with what is sent down, if anything."""
+        if messages is not None:
+            packed = messages if isinstance(messages, Exchange) else self._pack(messages, batches)
+            self.meter.transfers += 1
+            self.meter.count(self.meter.down, packed)
+            self._payload = self.channel.folder / f"to-{self.setting.client}"
+            write_exchange(packed, self._payload)
+        self._waiting.append({"do": "update", "batches": None if batches is None else list(batches)})
+        if batches is None:
+            self._finishing = _started(self._finish)
+
+    def finish(self) -> None:
+        """Wait for the trained weights of the client, which `trained` then holds."""
+        with self.turn.given_up():
+            if self._finishing is None:
+                self._finish()
+            else:
+                self._finishing.result()
+
+    def _finish(self) -> None:
+        path = self._step([{"do": "finish"}])
+        if path is None:
+            raise TransferError("trained weights were asked for, none came")
+        found: dict[str, dict[str, Tensor]] = {"adapters": {}, "kept": {}, "observed": {}}
+        try:
+            tensors = load_file(path)
+        except SafetensorError as error:
+            raise TransferError(f"the trained weights are no safetensors file: {error}") from error
+        path.unlink()
+        for name, t in tensors.items():
+            kind, _, rest = name.partition(".")
+            if kind not in found:
+                raise TransferError(f"the trained weights hold {name!r}")
+            found[kind][rest] = t
+        check_tensors(self.weights.adapters, found["adapters"])
+        check_tensors(self.weights.auxiliary, found["kept"])
+        check_observed(found["observed"])
+        self.trained, self.kept = found["adapters"], found["kept"]
+        self.observed.values = {name: list(t.unbind()) for name, t in found["observed"].items()}
+        self.federate(self.weights.adapters, self.weights.auxiliary)
+
+    def federate(self, adapters: Mapping[str, Tensor], auxiliary: Mapping[str, Tensor]) -> None:
+        """Meter the weights of federated averaging: down before the round, up after it."""
+        for direction in (self.meter.down, self.meter.up):
+            self.meter.count(direction, Parameters(dict(adapters), dict(auxiliary)))
+
+    def _step(self, calls: list[dict[str, Any]]) -> Path | None:
+        payload, self._payload = self._payload, None
+        calls, self._waiting = [*self._waiting, *calls], []
+        if self.channel.sequence == 0:
+            payload = self.channel.folder / f"weights-{self.setting.client}"
+            payload.write_bytes(self.weights.to_bytes())
+        answer, received = self.channel.step(calls, payload)
+        count, samples = whole(answer, "num_batches"), whole(answer, "num_samples")
+        if samples != self.num_samples:
+            raise TransferError(f"the client has {samples} samples now, it had {self.num_samples}")
+        if not 1 <= count <= samples or self._num_batches not in (None, count):
+            raise TransferError(f"the client has {count} batches of {samples} samples, it had {self._num_batches}")
+        self._num_batches = count
+        seconds = answer.get("seconds")
+        if not isinstance(seconds, float) or not 0 <= seconds < float("inf"):
+            raise TransferError(f"the client worked for {seconds!r} seconds")
+        self.client_seconds += seconds
+        return received
+
+
+def _started(function: Any) -> Future[None]:
+    """Run a function in a thread of its own."""
+    result: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            result.set_exception(error)
+        else:
+            result.set_result(None)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result
+
+
+def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies on the CPU: what is sent may be trained on meanwhile."""
+    with torch.no_grad():
+        return {name: t.detach().cpu().clone() for name, t in tensors.items()}

@@ -1,0 +1,99 @@
+"""The options of a deployed run: Flower's run config, and the node config of each client."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..config import SplitFedConfig, read_size
+from ..methods.base import at_least
+from ..options import parse_options
+from ..tasks import TASKS, FineTuningTask, TaskArguments
+
+# A server that is started again goes on, and a client that is lost ends no run.
+_DEFAULTS = {"on_client_failure": "skip", "resume_from_checkpoint": "last", "save_steps": 1}
+
+
+@dataclass
+class DeploymentOptions:
+    """What a deployed run needs to know beyond what a simulated one does. Every field may stand in the run config."""
+
+    task: str = field(default="mnli", metadata={"help": "One of the tasks of `coefsfl train`."})
+    min_clients: int = field(
+        default=2, metadata={"help": "Clients that must be there to begin, and must be left for an average."}
+    )
+    round_timeout: float = field(
+        default=3600.0, metadata={"help": "Seconds after which a round goes on without those who have not answered."}
+    )
+    start_timeout: float = field(default=600.0, metadata={"help": "Seconds to wait for min_clients at the start."})
+    over_sampling: float = field(
+        default=0.0, metadata={"help": "Ask this share of clients more than needed; the round ends without the last."}
+    )
+    chunk_size: int | str = field(default="16MiB", metadata={"help": "Largest part of a payload in one message."})
+    max_payload: int | str = field(default="16GiB", metadata={"help": "Largest payload that is taken from the others."})
+
+    def __post_init__(self) -> None:
+        """Check the options before anything is built."""
+        if self.task not in TASKS:
+            raise ValueError(f"task={self.task!r} is not known. Choose one of: {', '.join(TASKS)}.")
+        at_least("min_clients", self.min_clients, 1)
+        for name in ("round_timeout", "start_timeout"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+                raise ValueError(f"{name}={value!r} must be a number of seconds above 0.")
+        share = self.over_sampling
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < float("inf"):
+            raise ValueError(f"over_sampling={self.over_sampling!r} must be a share of at least 0, such as 0.2.")
+        for name in ("chunk_size", "max_payload"):
+            size = read_size(name, getattr(self, name))
+            if not size:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be above 0.")
+            setattr(self, name, size)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """All options of a deployed run."""
+
+    deployment: DeploymentOptions
+    task: type[FineTuningTask]
+    arguments: TaskArguments
+    config: SplitFedConfig
+    client_half: str | None  # where clients find their half, unless their node config says so
+
+
+def read_run_config(given: Mapping[str, Any]) -> RunOptions:
+    """Return the options of a run config; what is wrong with it is one ValueError.
+
+    Its keys are the options of `coefsfl train TASK` and those of `DeploymentOptions`, with underscores or hyphens.
+    An empty text stands for an option that is not given, as every key must have a value in a run config.
+    """
+    found: dict[str, Any] = _DEFAULTS | {key.replace("-", "_"): value for key, value in given.items() if value != ""}
+    ours = {f.name for f in fields(DeploymentOptions)}
+    deployment = DeploymentOptions(**{name: value for name, value in found.items() if name in ours})
+    half = found.pop("client_half", None)
+    task = TASKS[deployment.task]
+    argv: list[str] = []
+    for name, value in found.items():
+        if name not in ours:
+            spread = shlex.split(value) if name in ("columns", "eval_split") else [str(value)]
+            argv += [f"--{name}", *spread]
+    config: SplitFedConfig
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            _, arguments, config = parse_options(task, argv=argv, prog="run config")
+    except SystemExit:
+        raise ValueError(said.getvalue().strip()) from None
+    if config.staleness_probe or config.count_flops:
+        raise ValueError("staleness_probe and count_flops need both sides in one process: use a simulation.")
+    if not config.make_method().deployable:
+        raise ValueError(
+            f"method={config.method!r} cannot be deployed: its clients hold a copy of blocks of the server. Use a "
+            "simulation, or another method."
+        )
+    return RunOptions(deployment, task, arguments, config, half)

@@ -1,0 +1,124 @@
+"""Which node is which client: asked once, remembered, and not to be taken over."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from .. import __version__
+from .courier import Courier, Deadline
+from .transfers import PROTOCOL, TransferError, header_of, text, whole
+
+logger = logging.getLogger(__name__)
+_MOST_SAMPLES = 2**40
+
+
+@dataclass(frozen=True)
+class Member:
+    """A client that has introduced itself."""
+
+    node: int
+    name: str
+    num_samples: int
+
+
+class Roster:
+    """The clients of a run, numbered from 0; a node is a client once it has said so and holds the right half.
+
+    Args:
+        courier: who carries the questions.
+        half: the fingerprint of the client half.
+        num_clients: how many clients the run has; None: as many as are there at the start.
+    """
+
+    def __init__(self, courier: Courier, half: str, num_clients: int | None):
+        self.courier, self.half, self._num_clients = courier, half, num_clients
+        self.members: dict[int, Member] = {}
+        self._refused: set[int] = set()
+        self._online: set[int] = set()
+
+    def __len__(self) -> int:
+        """Return the number of clients of the run."""
+        return self._num_clients or max(self.members, default=-1) + 1
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of samples of each client, 0 of those that were never there."""
+        return [self.members[c].num_samples if c in self.members else 0 for c in range(len(self))]
+
+    def name(self, client: int) -> str:
+        """Return what a client is called."""
+        return self.members[client].name if client in self.members else str(client)
+
+    def online(self) -> list[int]:
+        """Return the clients whose node was there at the last look."""
+        return [client for client, member in sorted(self.members.items()) if member.node in self._online]
+
+    def wait_for(self, least: int, seconds: float) -> bool:
+        """Look for nodes until so many clients are there; return whether they are."""
+        end, told = time.monotonic() + seconds, 0.0
+        while True:
+            self.refresh(max(end - time.monotonic(), 1.0))
+            there = len(self.online())
+            if there >= least:
+                return True
+            if time.monotonic() >= end:
+                return False
+            if time.monotonic() - told > 60:
+                told = time.monotonic()
+                logger.warning("%d of at least %d clients are there; waiting for the others.", there, least)
+            time.sleep(1)
+
+    def refresh(self, seconds: float) -> None:
+        """Look who is there, and ask those who are new who they are."""
+        self._online = set(self.courier.nodes())
+        known = {member.node for member in self.members.values()} | self._refused
+        deadline, answers = Deadline(seconds), dict[int, Any]()
+        threads = [
+            threading.Thread(target=self._ask, args=(node, deadline, answers), daemon=True)
+            for node in sorted(self._online - known)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for node, answer in sorted(answers.items()):
+            try:
+                if isinstance(answer, Exception):
+                    raise answer
+                self._admit(node, answer)
+            except Exception as error:
+                self._refused.add(node)
+                logger.warning("Node %d is not taken on: %s.", node, error)
+
+    def _ask(self, node: int, deadline: Deadline, answers: dict[int, Any]) -> None:
+        try:
+            reply = self.courier.ask(node, "query.hello", {"protocol": PROTOCOL}, None, deadline)
+            answers[node] = header_of(reply)
+        except Exception as error:
+            answers[node] = error
+
+    def _admit(self, node: int, header: dict[str, Any]) -> None:
+        client, name, samples = whole(header, "client"), text(header, "name"), whole(header, "num_samples")
+        if text(header, "version") != __version__:
+            raise TransferError(f"it runs hf_coefsfl {header['version']!r}, the server {__version__}")
+        if client < 0 or (self._num_clients is not None and client >= self._num_clients):
+            raise TransferError(f"it says it is client {client}, the run has {self._num_clients}")
+        if not 1 <= samples <= _MOST_SAMPLES:
+            raise TransferError(f"it says it has {samples} samples")
+        if not _is_printable(name):
+            raise TransferError("its name is empty, too long, or not printable")
+        if text(header, "half") != self.half:
+            raise TransferError("its half of the model is not this run's: give it the folder of `coefsfl split`")
+        present = self.members.get(client)
+        if present is not None and present.node in self._online:
+            raise TransferError(f"it says it is client {client}, which is node {present.node}")
+        self.members[client] = Member(node, name, samples)
+
+
+def _is_printable(name: str) -> bool:
+    """Whether a name may stand in a log."""
+    return 0 < len(name) <= 100 and name.isprintable()
