@@ -154,6 +154,7 @@ class ClientRound:
     def _save(self) -> None:
         tensors = {f"weights.{name}": p.detach() for name, p in self.node.parameters.items()} | self._observed()
         tensors |= {f"kept.{name}": t for name, t in self.side.kept.items()}
+        tensors |= {f"federated.{name}": t.detach() for name, t in self.method.federated().items()}
         plain: dict[str, Any] = {}
         for place, state in self.side.optimizer.state_dict()["state"].items():
             for key, value in state.items():
@@ -174,11 +175,13 @@ class ClientRound:
                 f"{'this' if state.get('token') == self.token else 'another'} round"
             )
         self.uploaded = state["uploaded"]
-        found: dict[str, dict[str, Tensor]] = {"weights": {}, "observed": {}, "kept": {}, "optimizer": {}}
+        kinds = ("weights", "observed", "kept", "federated", "optimizer")
+        found: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
         for name, t in load_file(self.folder / _TENSORS).items():
             kind, _, rest = name.partition(".")
             found[kind][rest] = t.to(self.side.setting.device)
         copy_checked(self.node.parameters, found["weights"])
+        copy_checked(self.method.federated(), found["federated"])
         self.side.kept = {name: t.cpu() for name, t in found["kept"].items()}
         self.side.observed.values = {name: list(t.unbind()) for name, t in found["observed"].items()}
         states: dict[int, dict[str, Any]] = {}
