@@ -47,7 +47,8 @@ def main(grid: Grid, context: Context) -> None:
 
 def serve(grid: Grid, run_config: Mapping[str, Any]) -> DeployedTrainer:
     """Run the server of a deployed run; return its trainer."""
-    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("hf_coefsfl").setLevel(logging.INFO)
     transformers_logging.set_verbosity_warning()
     options = read_run_config(run_config)
     config = options.config

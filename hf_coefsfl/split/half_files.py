@@ -9,6 +9,7 @@ and nothing is unpickled.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -126,7 +127,9 @@ def _skeleton(folder: Path, description: dict[str, Any]) -> nn.Module:
         from peft import PeftConfig, get_peft_model
 
         first, *others = description["adapters"]
-        wrapped = get_peft_model(model, PeftConfig.from_pretrained(str(_adapter_folder(folder, first))), first)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*base_model_name_or_path")  # a skeleton has no name
+            wrapped = get_peft_model(model, PeftConfig.from_pretrained(str(_adapter_folder(folder, first))), first)
         for name in others:
             wrapped.add_adapter(name, PeftConfig.from_pretrained(str(_adapter_folder(folder, name))))
     if description["active_adapters"] != [first]:

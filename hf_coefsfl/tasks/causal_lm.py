@@ -43,13 +43,14 @@ class CausalLM(TextTask):
 
     def build(self, train: Dataset, evals: dict[str, Dataset], processor: Any) -> Prepared:
         """Tokenise prompt and completion as one sequence that ends with the end-of-text token."""
+        keep, length = self.keep, self.arguments.max_length  # `encode` must not hold the task: its hash names the cache
 
         def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
             prompts = rows.get("prompt") or [""] * len(rows["completion"])
-            kept = [self.keep] if self.keep in rows else []
+            kept = [keep] if keep in rows else []
             found: dict[str, list[Any]] = {name: [] for name in ("input_ids", "attention_mask", "labels", *kept)}
             for i, (prompt, completion) in enumerate(zip(prompts, rows["completion"], strict=True)):
-                ids, labels = encode_completion(processor, prompt, completion, self.arguments.max_length)
+                ids, labels = encode_completion(processor, prompt, completion, length)
                 if any(label != _IGNORED for label in labels[1:]):  # else nothing is left to learn
                     found["input_ids"].append(ids)
                     found["attention_mask"].append([1] * len(ids))

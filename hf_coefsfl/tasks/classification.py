@@ -63,10 +63,11 @@ class TextClassification(TextTask):
         """Tokenise; a batch is padded to its longest sample."""
         train, evals, names = with_class_labels(train, evals, self.known_classes())
         texts = [role for role in self.roles if role != "label"]
+        length = self.arguments.max_length  # `encode` must not hold the task: its hash names the cached rows
 
         def encode(rows: dict[str, list[Any]]) -> Any:
             columns = ([text or "" for text in rows[role]] for role in texts)
-            return processor(*columns, truncation=True, max_length=self.arguments.max_length)
+            return processor(*columns, truncation=True, max_length=length)
 
         def encoded(rows: Dataset) -> Dataset:
             return rows.map(encode, batched=True, remove_columns=texts, desc="Tokenising")

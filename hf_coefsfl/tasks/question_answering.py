@@ -51,14 +51,14 @@ class SQuADv2(TextTask):
                 f"Question answering evaluates one split, got {', '.join(evals)}: answers are put together from its "
                 "windows. Give one to --eval_split."
             )
-        arguments = self.arguments
+        arguments, keep = self.arguments, self.keep
         processor.padding_side = "right"  # positions count from the start of a window
 
         def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
             found = encode_questions(rows, processor, arguments.max_length, arguments.stride)
-            if self.keep in rows:
-                kept = dict(zip(rows["id"], rows[self.keep], strict=True))
-                found[self.keep] = [kept[question] for question in found["example_id"]]
+            if keep in rows:
+                kept = dict(zip(rows["id"], rows[keep], strict=True))
+                found[keep] = [kept[question] for question in found["example_id"]]
             return found
 
         def windows(rows: Dataset) -> Dataset:

@@ -1,0 +1,5 @@
+"""What runs on the server: `hf_coefsfl.flower.server_app`."""
+
+from hf_coefsfl.flower import server_app as app
+
+__all__ = ["app"]
