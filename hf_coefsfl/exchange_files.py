@@ -127,7 +127,10 @@ def _by_message(header: dict[str, Any], count: int) -> list[list[str]]:
     found: list[list[str]] = [[] for _ in range(count)]
     for name in header:
         if name != "__metadata__":
-            found[int(name.split(".", 1)[0])].append(name)
+            place = name.split(".", 1)[0]
+            if not place.isdecimal() or int(place) >= count:
+                raise ValueError(f"it holds {name!r}, but {count} messages")
+            found[int(place)].append(name)
     return found
 
 

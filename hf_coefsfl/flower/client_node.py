@@ -23,6 +23,7 @@ from ..outputs import Task
 from ..partition import Partition
 from ..split import ClientHalf, load_client
 from ..split.placeholders import unwrapped
+from .memory import return_freed_memory
 from .options import read_run_config
 from .transfers import PROTOCOL
 
@@ -45,6 +46,7 @@ class ClientNode:
     """
 
     def __init__(self, run_config: Mapping[str, Any], node_config: Mapping[str, Any]):
+        return_freed_memory()
         options = read_run_config(run_config)
         self.config = options.config
         self.client = _number(node_config)

@@ -16,6 +16,7 @@ from ..trainer import SplitFedTrainer
 from .client_node import fingerprint
 from .courier import Courier
 from .deployment import Deployment
+from .memory import return_freed_memory
 from .options import DeploymentOptions, read_run_config
 from .roster import Roster
 
@@ -47,6 +48,7 @@ def main(grid: Grid, context: Context) -> None:
 
 def serve(grid: Grid, run_config: Mapping[str, Any]) -> DeployedTrainer:
     """Run the server of a deployed run; return its trainer."""
+    return_freed_memory()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("hf_coefsfl").setLevel(logging.INFO)
     transformers_logging.set_verbosity_warning()

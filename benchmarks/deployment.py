@@ -1,0 +1,370 @@
+"""What a run over Flower moves and how long it takes: against the ledger, the simulation, and over a slow link.
+
+python benchmarks/deployment.py [--rate 20] [--delay 50] [--rows 96] [--rounds 2] [--methods vanilla coef_j]
+
+A real SuperLink and two real SuperNodes on this machine. Each SuperNode reaches the SuperLink through a TCP proxy of
+its own, which counts every byte and can be slow: it lets `--rate` Mbit/s through in each direction and each byte
+arrives `--delay` ms later. What the proxies see is what the clients' network would carry above TCP, so gRPC's frames
+and headers and Flower's polling count, headers of TCP and IP do not. Seconds are those of the clock on the wall.
+
+Wire bytes are counted from the beginning of the first round to the end of the last. The start of a run (the app, who
+is who) is no part of the ledger; the column "whole run" has it too, with all that came before and after the rounds.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+
+import argparse
+import asyncio
+import json
+import math
+import re
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, load_dataset
+from datasets.utils.logging import disable_progress_bar
+from loopback import APP, ROOT, Loopback
+from transformers.utils import logging
+
+from hf_coefsfl.cli import main as coefsfl
+from hf_coefsfl.flower.options import read_run_config
+from hf_coefsfl.recipe import make_trainer
+from hf_coefsfl.report import MIB, format_table
+
+CLIENTS, CUT, TEST_ROWS = 2, 2, 32
+IDLE = 20  # seconds for which nodes without work are watched
+CHUNK, BUCKET, IN_FLIGHT = 2**14, 2**15, 512  # bytes, bytes, chunks
+UNLIMITED = "unlimited"
+TIMES = "rounds.jsonl"
+# The app of recipes/flower, which also writes down when each round began and ended.
+SERVER_APP = f"""
+import json
+import time
+from pathlib import Path
+
+from hf_coefsfl.flower import server_app as app
+from hf_coefsfl.flower.deployment import Deployment
+
+run_round = Deployment.run_round
+
+
+def timed(self, *args, **kwargs):
+    start = time.time()
+    reports = run_round(self, *args, **kwargs)
+    with (Path(self.args.output_dir) / "{TIMES}").open("a") as file:
+        print(json.dumps([start, time.time()]), file=file)
+    return reports
+
+
+Deployment.run_round = timed
+"""
+
+
+# ---- The link ----
+
+
+class Lane:
+    """One direction of a link: its connections share the rate, and every byte comes later by the delay."""
+
+    def __init__(self) -> None:
+        self.rate, self.delay = math.inf, 0.0  # bytes per second, seconds
+        self.seen: list[tuple[float, int]] = []  # when how many bytes came
+        self._free = 0.0  # when all that came so far is through
+
+    def carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> list[Coroutine[Any, Any, None]]:
+        """Return what copies a connection in this direction, up to and with its end."""
+        flying: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(IN_FLIGHT)
+        return [self._take(source, flying), self._give(flying, sink)]
+
+    async def _take(self, source: asyncio.StreamReader, flying: asyncio.Queue[tuple[float, bytes]]) -> None:
+        while True:
+            data = await source.read(CHUNK)
+            self.seen.append((time.time(), len(data)))
+            now = time.monotonic()
+            # A bucket of tokens, told by the time at which it will be empty.
+            self._free = through = max(self._free, now - BUCKET / self.rate) + len(data) / self.rate
+            if through > now:
+                await asyncio.sleep(through - now)
+            await flying.put((max(through, now) + self.delay, data))
+            if not data:
+                return
+
+    async def _give(self, flying: asyncio.Queue[tuple[float, bytes]], sink: asyncio.StreamWriter) -> None:
+        while True:
+            due, data = await flying.get()
+            if (left := due - time.monotonic()) > 0:
+                await asyncio.sleep(left)
+            if not data:
+                sink.write_eof()
+                return
+            sink.write(data)
+            await sink.drain()
+
+    def count(self, start: float, end: float) -> int:
+        """Return the bytes that came in a time."""
+        return sum(number for when, number in list(self.seen) if start <= when <= end)
+
+
+class Proxy:
+    """Passes the connections of one client on to a port of this machine, both directions as lanes, in a thread."""
+
+    def __init__(self, target: int):
+        self.target, self.up, self.down = target, Lane(), Lane()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        server = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._serve, "127.0.0.1", 0), self.loop).result()
+        self.port: int = server.sockets[0].getsockname()[1]
+
+    def limit(self, rate: float = math.inf, delay: float = 0.0) -> None:
+        """From here on, let so many bytes per second through in each direction, each later by the delay."""
+        for lane in (self.up, self.down):
+            lane.rate, lane.delay = rate, delay
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._end(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            their_reader, their_writer = await asyncio.open_connection("127.0.0.1", self.target)
+        except OSError:
+            writer.close()
+            return
+        copies = [*self.up.carry(reader, their_writer), *self.down.carry(their_reader, writer)]
+        tasks = [asyncio.ensure_future(copy) for copy in copies]
+        try:  # an end in one direction leaves the other open, a broken connection closes both
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            writer.close()
+            their_writer.close()
+
+
+# ---- A run ----
+
+
+class Site:
+    """The data of the clients, the halves of the model, and the options of a run."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace):
+        self.folder = folder
+        rows = load_dataset("parquet", data_files=str(options.data / "train.parquet"), split="train")
+        rows = rows.shuffle(seed=0).select(range(CLIENTS * options.rows))
+        parts = [rows.select(range(c, len(rows), CLIENTS)) for c in range(CLIENTS)]
+        for client, part in enumerate(parts):
+            part.to_parquet(str(folder / f"client{client}" / "train.parquet"))
+        everyone = [row | {"client": client} for client, part in enumerate(parts) for row in part]
+        Dataset.from_list(everyone).to_parquet(str(folder / "all" / "train.parquet"))
+        test = load_dataset("parquet", data_files=str(options.data / "test.parquet"), split="train")
+        for place in ("all", "server"):
+            test.select(range(TEST_ROWS)).to_parquet(str(folder / place / "test.parquet"))
+        self.common: dict[str, Any] = {
+            "task": "mnli", "model_name_or_path": str(options.model), "eval_split": "test", "cut": CUT,
+            "use_cpu": True, "disable_tqdm": True, "num_clients": CLIENTS, "participation": 1.0,
+            "num_rounds": options.rounds, "warmup_rounds": 0, "eval_steps": options.rounds, "learning_rate": 1e-3,
+            "per_device_train_batch_size": options.batch_size,
+        }  # fmt: skip
+        argv = ["--model_name_or_path", str(options.model), "--dataset_name", str(folder / "server")]
+        argv += ["--eval_split", "test", "--cut", str(CUT), "--use_cpu", "true", "--output_dir", str(folder / "half")]
+        if coefsfl(["split", "mnli", *argv]) != 0:
+            raise RuntimeError("the model could not be split")
+        self.app = folder / "app"
+        shutil.copytree(APP, self.app, ignore=shutil.ignore_patterns("__pycache__"))
+        (self.app / "server_app.py").write_text(SERVER_APP)
+
+    def node_config(self, client: int) -> dict[str, Any]:
+        half = str(self.folder / "half" / "client")
+        return {"partition-id": client, "dataset": str(self.folder / f"client{client}"), "client-half": half}
+
+    def simulate(self, method: str) -> dict[str, Any]:
+        """Run all in this process; return its seconds per round and its ledger."""
+        data = {"dataset_name": str(self.folder / "all"), "partition": "column", "partition_column": "client"}
+        place = {"method": method, "output_dir": str(self.folder / f"{method}-simulated")}
+        options = read_run_config(self.common | data | place)
+        trainer, _ = make_trainer(options.task(options.arguments, keep="client"), options.config)
+        run_round, seconds = trainer.simulation.run_round, []
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.time()
+            reports = run_round(*args, **kwargs)
+            seconds.append(time.time() - start)
+            return reports
+
+        trainer.simulation.run_round = timed
+        trainer.train()
+        total = trainer.ledger.total
+        return {"seconds": sum(seconds) / len(seconds), "ledger": [sum(total.up.values()), sum(total.down.values())]}
+
+    def deploy(self, flower: Loopback, proxies: list[Proxy], method: str, link: str) -> dict[str, Any]:
+        """Run over Flower; return what it took."""
+        output = self.folder / f"{method}-{link.replace('/', ' per ').replace(' ', '_')}"
+        place = {"method": method, "dataset_name": str(self.folder / "server"), "output_dir": str(output)}
+        before, begin = received(flower), time.time()
+        said = flower.run(self.common | place | {"min_clients": CLIENTS}, timeout=3600, app=self.app)
+        end, messages = time.time(), received(flower) - before
+        if not (output / "communication.json").exists():
+            raise RuntimeError(f"{method}, {link}: the run failed.\n{said}")
+        ledger = json.loads((output / "communication.json").read_text())
+        failures = [entry for entry in ledger["entries"] if "failure" in entry]
+        if failures:
+            raise RuntimeError(f"{method}, {link}: clients failed: {failures}")
+        rounds = [json.loads(line) for line in (output / TIMES).read_text().splitlines()]
+        inside, first, last = sum(b - a for a, b in rounds), rounds[0][0], rounds[-1][1]
+        return {
+            "method": method,
+            "link": link,
+            "ledger": [sum(ledger["total"][way].values()) for way in ("up", "down")],
+            "wire": [sum(getattr(p, way).count(first, last) for p in proxies) for way in ("up", "down")],
+            "whole run": sum(lane.count(begin, end) for p in proxies for lane in (p.up, p.down)),
+            "watched": last - first,
+            "seconds": inside / len(rounds),
+            "messages": sum(n for kind, n in messages.items() if kind != "query.hello") / len(rounds) / CLIENTS,
+            "transfers": ledger["total"]["transfers"] / len(rounds) / CLIENTS,
+        }
+
+
+def received(flower: Loopback) -> Counter[str]:
+    """Return how many messages of each kind the nodes say that they have got."""
+    return Counter(kind for c in range(CLIENTS) for kind in re.findall(r"Receiving: (\S+)", flower.log(f"node{c}")))
+
+
+# ---- Tables ----
+
+
+def wire_row(run: dict[str, Any], idle: float) -> dict[str, Any]:
+    ledger, wire = sum(run["ledger"]), sum(run["wire"])
+    return {
+        "method": run["method"],
+        "link": run["link"],
+        "ledger, MiB": ledger / MIB,
+        "wire, MiB": wire / MIB,
+        "wire/ledger": wire / ledger,
+        "up": run["wire"][0] / run["ledger"][0],
+        "down": run["wire"][1] / run["ledger"][1],
+        "polling, share": idle * CLIENTS * run["watched"] / ledger,
+        "whole run": run["whole run"] / ledger,
+    }
+
+
+def time_row(run: dict[str, Any], simulated: dict[str, Any], rounds: int) -> dict[str, Any]:
+    return {
+        "method": run["method"],
+        "simulation, s/round": simulated["seconds"],
+        "Flower, s/round": run["seconds"],
+        "ratio": run["seconds"] / simulated["seconds"],
+        "messages": run["messages"],
+        "beyond it, s/message": (run["seconds"] - simulated["seconds"]) / run["messages"],
+        "same ledger": "yes" if run["ledger"] == simulated["ledger"] else "no",
+    }
+
+
+def link_row(run: dict[str, Any], free: dict[str, Any], rate: float, rounds: int) -> dict[str, Any]:
+    each = sum(run["wire"]) / CLIENTS / rounds
+    return {
+        "method": run["method"],
+        "link": run["link"],
+        "MiB/round": sum(run["ledger"]) / rounds / MIB,
+        "wire, MiB/round": sum(run["wire"]) / rounds / MIB,
+        "exchanges": run["transfers"],
+        "messages": run["messages"],
+        "s/round": run["seconds"],
+        "more than unlimited, s": run["seconds"] - free["seconds"],
+        "bytes/rate, s": each / rate if run is not free else None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rate", type=float, default=20.0, help="Mbit/s of the slow link, each way, of each client")
+    parser.add_argument("--delay", type=float, default=50.0, help="ms by which it delays, each way")
+    parser.add_argument("--rows", type=int, default=96, help="of each client")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--methods", nargs="+", default=["vanilla", "coef_j"])
+    parser.add_argument("--model", type=Path, default=ROOT.parent / "shared" / "models" / "granite-30m-roberta")
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "sick_nli")
+    parser.add_argument("--cold", action="store_true", help="use flower-supernode, which starts a process per message")
+    parser.add_argument("--keep", type=Path, help="keep logs and results in this folder")
+    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    options = parser.parse_args()
+    options.model, options.data = options.model.resolve(), options.data.resolve()
+    for needed in (options.model / "config.json", options.data / "train.parquet", options.data / "test.parquet"):
+        if not needed.exists():
+            parser.error(f"{needed} is not there. Name a model and data (premise, hypothesis, label) by --model, --data.")
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    disable_progress_bar()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.keep.resolve() if options.keep else Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        measure(folder, options)
+
+
+def measure(folder: Path, options: argparse.Namespace) -> None:
+    site = Site(folder, options)
+    rate, slow = options.rate * 1e6 / 8, f"{options.rate:g} Mbit/s, {options.delay:g} ms"
+    simulated = {method: site.simulate(method) for method in options.methods}
+    runs: list[dict[str, Any]] = []
+    with Loopback(folder, warm=not options.cold) as flower:
+        proxies = [Proxy(flower.port) for _ in range(CLIENTS)]
+        try:
+            for client, proxy in enumerate(proxies):
+                flower.start_node(site.node_config(client), port=proxy.port)
+            for link in (UNLIMITED, slow):
+                for proxy in proxies:
+                    proxy.limit(*() if link == UNLIMITED else (rate, options.delay / 1000))
+                for method in options.methods:
+                    runs.append(site.deploy(flower, proxies, method, link))
+                    print(f"{method}, {link}: {runs[-1]['seconds']:.1f} s/round", file=sys.stderr, flush=True)
+            start = time.time()
+            time.sleep(IDLE)
+            seen = sum(lane.count(start, start + IDLE) for p in proxies for lane in (p.up, p.down))
+        finally:
+            for proxy in proxies:
+                proxy.close()
+    idle = seen / IDLE / CLIENTS
+    free = {run["method"]: run for run in runs if run["link"] == UNLIMITED}
+    wire = [wire_row(run, idle) for run in runs]
+    times = [time_row(free[m], simulated[m], options.rounds) for m in options.methods]
+    links = [link_row(run, free[run["method"]], rate, options.rounds) for run in runs]
+    print(f"{CLIENTS} clients of {options.rows} rows, batches of {options.batch_size}, {options.rounds} rounds.")
+    print("Flower's own time and bytes for each message are in all that follows.\n")
+    print(f"Bytes on the wire against the ledger. A node without work moves {idle:.0f} bytes/s: its polling.")
+    columns = {"method": "", "link": "", "ledger, MiB": ".2f", "wire, MiB": ".2f", "wire/ledger": ".4f", "up": ".4f"}
+    print(format_table(wire, columns | {"down": ".4f", "polling, share": ".4f", "whole run": ".4f"}))
+    print("\nSeconds of a round without a limit, against the same run in one process. Messages: per client and round.")
+    columns = {"method": "", "simulation, s/round": ".2f", "Flower, s/round": ".2f", "ratio": ".1f", "messages": ".1f"}
+    print(format_table(times, columns | {"beyond it, s/message": ".2f", "same ledger": ""}))
+    print("\nOver a slow link, and without a limit. Exchanges, messages and bytes/rate: per client and round.")
+    columns = {"method": "", "link": "", "MiB/round": ".2f", "wire, MiB/round": ".2f", "exchanges": ".1f"}
+    columns |= {"messages": ".1f", "s/round": ".1f", "more than unlimited, s": ".1f", "bytes/rate, s": ".1f"}
+    print(format_table(links, columns))
+    if options.json is not None:
+        figures = {"simulated": simulated, "runs": runs, "idle_bytes_per_second": idle}
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

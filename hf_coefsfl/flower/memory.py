@@ -1,0 +1,18 @@
+"""Memory of a process that handles large tensors one after the other."""
+
+from __future__ import annotations
+
+import ctypes
+
+_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+
+
+def return_freed_memory(from_size: int = 1 << 20) -> None:
+    """Have the allocator give large blocks back to the system as soon as they are freed, where it can be told to.
+
+    Otherwise glibc keeps them for reuse, and small tensors that outlive them make the pieces too small for that.
+    """
+    try:
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, from_size)
+    except (OSError, AttributeError):
+        pass  # another C library
