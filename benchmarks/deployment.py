@@ -3,12 +3,14 @@
 python benchmarks/deployment.py [--rate 20] [--delay 50] [--rows 96] [--rounds 2] [--methods vanilla coef_j]
 
 A real SuperLink and two real SuperNodes on this machine. Each SuperNode reaches the SuperLink through a TCP proxy of
-its own, which counts every byte and can be slow: it lets `--rate` Mbit/s through in each direction and each byte
-arrives `--delay` ms later. What the proxies see is what the clients' network would carry above TCP, so gRPC's frames
-and headers and Flower's polling count, headers of TCP and IP do not. Seconds are those of the clock on the wall.
+its own, which counts every byte and can be slow: it lets `--rate` Mbit/s through in each direction, each byte arrives
+`--delay` ms later, and a connection takes a round trip to open. What the proxies see is what a client's network would
+carry above TCP: HTTP's headers and Flower's polling count, those of TCP and IP and its slow start do not, and there is
+no TLS. Seconds are those of the clock on the wall.
 
 Wire bytes are counted from the beginning of the first round to the end of the last. The start of a run (the app, who
 is who) is no part of the ledger; the column "whole run" has it too, with all that came before and after the rounds.
+Payload bytes are what hf_coefsfl gives to Flower: the ledger's tensors and the files that they are in.
 """
 
 from __future__ import annotations
@@ -19,15 +21,14 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
-import re
 import shutil
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -47,28 +48,39 @@ CLIENTS, CUT, TEST_ROWS = 2, 2, 32
 IDLE = 20  # seconds for which nodes without work are watched
 CHUNK, BUCKET, IN_FLIGHT = 2**14, 2**15, 512  # bytes, bytes, chunks
 UNLIMITED = "unlimited"
-TIMES = "rounds.jsonl"
-# The app of recipes/flower, which also writes down when each round began and ended.
+ROUNDS = "rounds.jsonl"
+# The app of recipes/flower, which also writes down when each round began and ended, and what its messages held.
 SERVER_APP = f"""
 import json
 import time
 from pathlib import Path
 
 from hf_coefsfl.flower import server_app as app
+from hf_coefsfl.flower.courier import Courier
 from hf_coefsfl.flower.deployment import Deployment
+from hf_coefsfl.flower.transfers import chunk_of
 
-run_round = Deployment.run_round
+ask, run_round, asked = Courier.ask, Deployment.run_round, []
+
+
+def counted(self, node, kind, header, chunk, deadline):
+    reply = ask(self, node, kind, header, chunk, deadline)
+    asked.append([kind, len(chunk_of(reply)) if "payload" in reply else 0, len(chunk or b"")])
+    return reply
 
 
 def timed(self, *args, **kwargs):
+    asked.clear()
     start = time.time()
     reports = run_round(self, *args, **kwargs)
-    with (Path(self.args.output_dir) / "{TIMES}").open("a") as file:
-        print(json.dumps([start, time.time()]), file=file)
+    told = dict(start=start, end=time.time(), messages=asked)
+    with (Path(self.args.output_dir) / "{ROUNDS}").open("a") as file:
+        print(json.dumps(told), file=file)
     return reports
 
 
-Deployment.run_round = timed
+Courier.ask, Deployment.run_round = counted, timed
+__all__ = ["app"]
 """
 
 
@@ -122,11 +134,13 @@ class Proxy:
 
     def __init__(self, target: int):
         self.target, self.up, self.down = target, Lane(), Lane()
-        self.loop = asyncio.new_event_loop()
+        self.loop, self._copies = asyncio.new_event_loop(), set[asyncio.Future[None]]()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        server = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._serve, "127.0.0.1", 0), self.loop).result()
-        self.port: int = server.sockets[0].getsockname()[1]
+        self._server = asyncio.run_coroutine_threadsafe(
+            asyncio.start_server(self._serve, "127.0.0.1", 0), self.loop
+        ).result()
+        self.port: int = self._server.sockets[0].getsockname()[1]
 
     def limit(self, rate: float = math.inf, delay: float = 0.0) -> None:
         """From here on, let so many bytes per second through in each direction, each later by the delay."""
@@ -139,25 +153,28 @@ class Proxy:
         self._thread.join()
 
     async def _end(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
+        self._server.close()
+        for task in self._copies:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
+            await asyncio.sleep(self.up.delay + self.down.delay)  # of a handshake
             their_reader, their_writer = await asyncio.open_connection("127.0.0.1", self.target)
         except OSError:
             writer.close()
             return
         copies = [*self.up.carry(reader, their_writer), *self.down.carry(their_reader, writer)]
-        tasks = [asyncio.ensure_future(copy) for copy in copies]
+        tasks = {asyncio.ensure_future(copy) for copy in copies}
+        self._copies |= tasks
         try:  # an end in one direction leaves the other open, a broken connection closes both
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._copies -= tasks
             writer.close()
             their_writer.close()
 
@@ -221,33 +238,31 @@ class Site:
         """Run over Flower; return what it took."""
         output = self.folder / f"{method}-{link.replace('/', ' per ').replace(' ', '_')}"
         place = {"method": method, "dataset_name": str(self.folder / "server"), "output_dir": str(output)}
-        before, begin = received(flower), time.time()
+        begin = time.time()
         said = flower.run(self.common | place | {"min_clients": CLIENTS}, timeout=3600, app=self.app)
-        end, messages = time.time(), received(flower) - before
+        end = time.time()
         if not (output / "communication.json").exists():
             raise RuntimeError(f"{method}, {link}: the run failed.\n{said}")
         ledger = json.loads((output / "communication.json").read_text())
         failures = [entry for entry in ledger["entries"] if "failure" in entry]
         if failures:
             raise RuntimeError(f"{method}, {link}: clients failed: {failures}")
-        rounds = [json.loads(line) for line in (output / TIMES).read_text().splitlines()]
-        inside, first, last = sum(b - a for a, b in rounds), rounds[0][0], rounds[-1][1]
+        rounds = [json.loads(line) for line in (output / ROUNDS).read_text().splitlines()]
+        first, last = rounds[0]["start"], rounds[-1]["end"]
+        messages = [message for each in rounds for message in each["messages"]]
         return {
             "method": method,
             "link": link,
             "ledger": [sum(ledger["total"][way].values()) for way in ("up", "down")],
+            "payload": [sum(up for _, up, _ in messages), sum(down for _, _, down in messages)],
             "wire": [sum(getattr(p, way).count(first, last) for p in proxies) for way in ("up", "down")],
             "whole run": sum(lane.count(begin, end) for p in proxies for lane in (p.up, p.down)),
             "watched": last - first,
-            "seconds": inside / len(rounds),
-            "messages": sum(n for kind, n in messages.items() if kind != "query.hello") / len(rounds) / CLIENTS,
-            "transfers": ledger["total"]["transfers"] / len(rounds) / CLIENTS,
+            "rounds": [each["end"] - each["start"] for each in rounds],
+            "seconds": sum(each["end"] - each["start"] for each in rounds) / len(rounds),
+            "messages": len(messages) / len(rounds) / CLIENTS,
+            "exchanges": ledger["total"]["transfers"] / len(rounds) / CLIENTS,
         }
-
-
-def received(flower: Loopback) -> Counter[str]:
-    """Return how many messages of each kind the nodes say that they have got."""
-    return Counter(kind for c in range(CLIENTS) for kind in re.findall(r"Receiving: (\S+)", flower.log(f"node{c}")))
 
 
 # ---- Tables ----
@@ -263,12 +278,13 @@ def wire_row(run: dict[str, Any], idle: float) -> dict[str, Any]:
         "wire/ledger": wire / ledger,
         "up": run["wire"][0] / run["ledger"][0],
         "down": run["wire"][1] / run["ledger"][1],
-        "polling, share": idle * CLIENTS * run["watched"] / ledger,
+        "payload/ledger": sum(run["payload"]) / ledger,
+        "polling/ledger": idle * CLIENTS * run["watched"] / ledger,
         "whole run": run["whole run"] / ledger,
     }
 
 
-def time_row(run: dict[str, Any], simulated: dict[str, Any], rounds: int) -> dict[str, Any]:
+def time_row(run: dict[str, Any], simulated: dict[str, Any]) -> dict[str, Any]:
     return {
         "method": run["method"],
         "simulation, s/round": simulated["seconds"],
@@ -287,7 +303,7 @@ def link_row(run: dict[str, Any], free: dict[str, Any], rate: float, rounds: int
         "link": run["link"],
         "MiB/round": sum(run["ledger"]) / rounds / MIB,
         "wire, MiB/round": sum(run["wire"]) / rounds / MIB,
-        "exchanges": run["transfers"],
+        "exchanges": run["exchanges"],
         "messages": run["messages"],
         "s/round": run["seconds"],
         "more than unlimited, s": run["seconds"] - free["seconds"],
@@ -312,7 +328,7 @@ def main() -> None:
     options.model, options.data = options.model.resolve(), options.data.resolve()
     for needed in (options.model / "config.json", options.data / "train.parquet", options.data / "test.parquet"):
         if not needed.exists():
-            parser.error(f"{needed} is not there. Name a model and data (premise, hypothesis, label) by --model, --data.")
+            parser.error(f"{needed} is not there. Name others with --model and --data (premise, hypothesis, label).")
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     disable_progress_bar()
@@ -323,9 +339,10 @@ def main() -> None:
 
 
 def measure(folder: Path, options: argparse.Namespace) -> None:
-    site = Site(folder, options)
     rate, slow = options.rate * 1e6 / 8, f"{options.rate:g} Mbit/s, {options.delay:g} ms"
-    simulated = {method: site.simulate(method) for method in options.methods}
+    with contextlib.redirect_stdout(sys.stderr):
+        site = Site(folder, options)
+        simulated = {method: site.simulate(method) for method in options.methods}
     runs: list[dict[str, Any]] = []
     with Loopback(folder, warm=not options.cold) as flower:
         proxies = [Proxy(flower.port) for _ in range(CLIENTS)]
@@ -347,13 +364,13 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
     idle = seen / IDLE / CLIENTS
     free = {run["method"]: run for run in runs if run["link"] == UNLIMITED}
     wire = [wire_row(run, idle) for run in runs]
-    times = [time_row(free[m], simulated[m], options.rounds) for m in options.methods]
+    times = [time_row(free[m], simulated[m]) for m in options.methods]
     links = [link_row(run, free[run["method"]], rate, options.rounds) for run in runs]
     print(f"{CLIENTS} clients of {options.rows} rows, batches of {options.batch_size}, {options.rounds} rounds.")
     print("Flower's own time and bytes for each message are in all that follows.\n")
     print(f"Bytes on the wire against the ledger. A node without work moves {idle:.0f} bytes/s: its polling.")
     columns = {"method": "", "link": "", "ledger, MiB": ".2f", "wire, MiB": ".2f", "wire/ledger": ".4f", "up": ".4f"}
-    print(format_table(wire, columns | {"down": ".4f", "polling, share": ".4f", "whole run": ".4f"}))
+    print(format_table(wire, columns | dict.fromkeys(("down", "payload/ledger", "polling/ledger", "whole run"), ".4f")))
     print("\nSeconds of a round without a limit, against the same run in one process. Messages: per client and round.")
     columns = {"method": "", "simulation, s/round": ".2f", "Flower, s/round": ".2f", "ratio": ".1f", "messages": ".1f"}
     print(format_table(times, columns | {"beyond it, s/message": ".2f", "same ledger": ""}))

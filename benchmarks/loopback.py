@@ -87,8 +87,8 @@ class Loopback:
             command += ["--ssl-ca-certfile", ca, "--ssl-certfile", certificate, "--ssl-keyfile", key]
         else:
             command.append("--insecure")
-        if self.authenticate:
-            command.append("--enable-supernode-auth")
+        if self.authenticate:  # registered keys outlive the SuperLink in its database
+            command += ["--enable-supernode-auth", "--database", str(self.folder / "superlink.db")]
         self.start("link", command)
         self.wait_for_port(self.port)
 
@@ -108,6 +108,10 @@ class Loopback:
         """Run the app until it ends; return what it printed."""
         command = ["flwr", "run", str(app), "local", "--stream", "--run-config", as_config(run_config)]
         return self.command(command, timeout)
+
+    def register(self, key: Path) -> str:
+        """Tell the SuperLink of a node's public key; return what it says."""
+        return self.command(["flwr", "supernode", "register", f"{key}.pub", "local"])
 
     def command(self, command: list[str], timeout: float = 60.0) -> str:
         """Run one of Flower's commands; return what it printed."""

@@ -6,6 +6,8 @@ import copy
 import functools
 import itertools
 import multiprocessing
+import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -68,21 +70,28 @@ class Site:
     def simulated(self, **changes: Any) -> SplitFedTrainer:
         """Return the trainer of the same run in one process, trained."""
         data = {"dataset_name": str(self.folder / "all"), "partition": "column", "partition_column": "site"}
-        config = self.options(**data, output_dir=str(self.folder / "simulated")) | changes
+        config = self.options(**data, output_dir=self.new_folder("simulated")) | changes
         options = read_run_config({"task": "newsgroups", **config})
         trainer, _ = make_trainer(options.task(options.arguments, keep="site"), options.config)
         trainer.train()
         return trainer
 
+    def new_folder(self, name: str) -> str:
+        """Return a folder for the results of a run."""
+        return str(self.folder / f"{name}-{next(_RUNS)}")
+
     def run_config(self, **changes: Any) -> dict[str, Any]:
-        """Return Flower's run config; the clients' half is made where it is not there."""
-        ours = self.options(dataset_name=str(self.folder / "test"), output_dir=str(self.folder / "deployed")) | changes
-        half = self.folder / "half"
-        if not half.exists():
+        """Return Flower's run config."""
+        ours = self.options(dataset_name=str(self.folder / "test"), output_dir=self.new_folder("deployed")) | changes
+        return {"task": "newsgroups", "min_clients": 1, "round_timeout": 60.0, "start_timeout": 60.0} | ours
+
+    def make_half(self, cut: int = 1) -> None:
+        """Write the clients' half, where it is not there."""
+        if not (self.folder / "half").exists():
+            ours = self.options(dataset_name=str(self.folder / "test"), cut=cut)
             names = ("model_name_or_path", "dataset_name", "cut", "max_length", "use_cpu")
             argv = [part for name in names for part in (f"--{name}", str(ours[name]))]
-            assert coefsfl(["split", "newsgroups", *argv, "--output_dir", str(half)]) == 0
-        return {"task": "newsgroups", "min_clients": 1, "round_timeout": 60.0, "start_timeout": 60.0} | ours
+            assert coefsfl(["split", "newsgroups", *argv, "--output_dir", str(self.folder / "half")]) == 0
 
     def node_config(self, client: int) -> dict[str, Any]:
         """Return the node config of a client."""
@@ -95,6 +104,7 @@ class Site:
 
     def deployed(self, fault: Fault | None = None, **changes: Any) -> tuple[DeployedTrainer, LocalGrid]:
         """Return the trainer of the run over a grid, trained, and the grid."""
+        self.make_half()
         config = self.run_config(**changes)
         grid = LocalGrid(config, [self.node_config(client) for client in range(len(self.sizes))], fault)
         return serve(grid, config), grid
@@ -109,10 +119,11 @@ def _identify() -> None:
 def client_process() -> ProcessPoolExecutor:
     """Return the process in which all clients of these tests live: apart from the server's."""
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, context, initializer=_start_clients)
+    return ProcessPoolExecutor(1, context, initializer=_start_clients, initargs=(tempfile.mkdtemp(),))
 
 
-def _start_clients() -> None:
+def _start_clients(folder: str) -> None:
+    os.environ["HF_COEFSFL_WORK"] = folder
     torch.set_num_threads(1)
     _identify()
 

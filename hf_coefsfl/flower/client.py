@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from .transfers import (
 client_app = ClientApp()
 
 _INBOX, _OUTBOX = "inbox", "outbox"  # what has come for the next step, what the last one has left to send
+_KEPT = 24 * 3600  # seconds
 _ECHOED = ("protocol", "client", "round", "token", "sequence")
 
 
@@ -53,11 +55,11 @@ def work_folder(context: Context) -> Path:
 
 @client_app.query("hello")
 def hello(message: Message, context: Context) -> Message:
-    """Say which client this is, what it holds, and how much data it has; begin with an empty folder."""
+    """Say which client this is, what it holds, and how much data it has."""
     header = header_of(message.content)
     if header.get("protocol") != PROTOCOL:
         raise TransferError(f"the server speaks protocol {header.get('protocol')}, this client {PROTOCOL}")
-    _forget_other_runs(work_folder(context))
+    _forget_old_rounds(work_folder(context))
     from .client_node import ClientNode
 
     return Message(content(ClientNode(context.run_config, context.node_config).introduce()), reply_to=message)
@@ -125,9 +127,8 @@ def _echo(header: dict[str, Any]) -> dict[str, Any]:
     return {name: header[name] for name in _ECHOED if name in header}
 
 
-def _forget_other_runs(folder: Path) -> None:
-    """Delete what this node has left of rounds and runs before: smashed data should not lie about."""
-    node = folder.name.rpartition("-")[2]
-    for other in folder.parent.glob(f"*-{node}"):
-        shutil.rmtree(other, ignore_errors=True)
-    folder.mkdir(exist_ok=True, mode=0o700)
+def _forget_old_rounds(folder: Path) -> None:
+    """Delete what rounds that never ended have left here a day ago or more: smashed data should not lie about."""
+    for other in folder.parent.iterdir():
+        if time.time() - other.stat().st_mtime > _KEPT:
+            shutil.rmtree(other, ignore_errors=True)
