@@ -238,7 +238,7 @@ class Site:
         """Run over Flower; return what it took."""
         output = self.folder / f"{method}-{link.replace('/', ' per ').replace(' ', '_')}"
         place = {"method": method, "dataset_name": str(self.folder / "server"), "output_dir": str(output)}
-        begin = time.time()
+        before, begin = retries(flower), time.time()
         said = flower.run(self.common | place | {"min_clients": CLIENTS}, timeout=3600, app=self.app)
         end = time.time()
         if not (output / "communication.json").exists():
@@ -257,12 +257,18 @@ class Site:
             "payload": [sum(up for _, up, _ in messages), sum(down for _, _, down in messages)],
             "wire": [sum(getattr(p, way).count(first, last) for p in proxies) for way in ("up", "down")],
             "whole run": sum(lane.count(begin, end) for p in proxies for lane in (p.up, p.down)),
+            "retries": retries(flower) - before,
             "watched": last - first,
             "rounds": [each["end"] - each["start"] for each in rounds],
             "seconds": sum(each["end"] - each["start"] for each in rounds) / len(rounds),
             "messages": len(messages) / len(rounds) / CLIENTS,
             "exchanges": ledger["total"]["transfers"] / len(rounds) / CLIENTS,
         }
+
+
+def retries(flower: Loopback) -> int:
+    """Return how often nodes say that they had to send a request again."""
+    return sum(flower.log(f"node{c}").count("Connection attempt failed") for c in range(CLIENTS))
 
 
 # ---- Tables ----
@@ -281,6 +287,7 @@ def wire_row(run: dict[str, Any], idle: float) -> dict[str, Any]:
         "payload/ledger": sum(run["payload"]) / ledger,
         "polling/ledger": idle * CLIENTS * run["watched"] / ledger,
         "whole run": run["whole run"] / ledger,
+        "retries": run["retries"],
     }
 
 
@@ -344,9 +351,10 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
         site = Site(folder, options)
         simulated = {method: site.simulate(method) for method in options.methods}
     runs: list[dict[str, Any]] = []
-    with Loopback(folder, warm=not options.cold) as flower:
-        proxies = [Proxy(flower.port) for _ in range(CLIENTS)]
-        try:
+    flower = Loopback(folder, warm=not options.cold)
+    proxies = [Proxy(flower.port) for _ in range(CLIENTS)]
+    try:
+        with flower:
             for client, proxy in enumerate(proxies):
                 flower.start_node(site.node_config(client), port=proxy.port)
             for link in (UNLIMITED, slow):
@@ -358,9 +366,9 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
             start = time.time()
             time.sleep(IDLE)
             seen = sum(lane.count(start, start + IDLE) for p in proxies for lane in (p.up, p.down))
-        finally:
-            for proxy in proxies:
-                proxy.close()
+    finally:
+        for proxy in proxies:
+            proxy.close()
     idle = seen / IDLE / CLIENTS
     free = {run["method"]: run for run in runs if run["link"] == UNLIMITED}
     wire = [wire_row(run, idle) for run in runs]
@@ -368,9 +376,15 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
     links = [link_row(run, free[run["method"]], rate, options.rounds) for run in runs]
     print(f"{CLIENTS} clients of {options.rows} rows, batches of {options.batch_size}, {options.rounds} rounds.")
     print("Flower's own time and bytes for each message are in all that follows.\n")
-    print(f"Bytes on the wire against the ledger. A node without work moves {idle:.0f} bytes/s: its polling.")
+    print("Bytes on the wire against the ledger: all, by direction, and as far as they are payload or polling.")
+    print(f"A node without work moves {idle:.0f} bytes/s: its polling. Retries: of requests, by Flower.")
     columns = {"method": "", "link": "", "ledger, MiB": ".2f", "wire, MiB": ".2f", "wire/ledger": ".4f", "up": ".4f"}
-    print(format_table(wire, columns | dict.fromkeys(("down", "payload/ledger", "polling/ledger", "whole run"), ".4f")))
+    print(
+        format_table(
+            wire,
+            columns | dict.fromkeys(("down", "payload/ledger", "polling/ledger", "whole run"), ".4f") | {"retries": ""},
+        )
+    )
     print("\nSeconds of a round without a limit, against the same run in one process. Messages: per client and round.")
     columns = {"method": "", "simulation, s/round": ".2f", "Flower, s/round": ".2f", "ratio": ".1f", "messages": ".1f"}
     print(format_table(times, columns | {"beyond it, s/message": ".2f", "same ledger": ""}))

@@ -30,7 +30,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "lr_scheduler_type": tuple(name.value for name in SchedulerType),
 }
 _NUMBERS = (
-    "participation", "client_dropout_rate", "dirichlet_alpha", "learning_rate", "max_grad_norm", "weight_decay"
+    "participation", "client_dropout_rate", "dirichlet_alpha", "learning_rate", "max_grad_norm", "weight_decay",
+    "smashed_noise",
 )  # fmt: skip
 _HUB_STRATEGIES = ("end", "every_save")
 
@@ -106,6 +107,14 @@ class SplitFedConfig(TrainingArguments):
         },
     )
 
+    smashed_noise: float = field(
+        default=0.0,
+        metadata={
+            "help": "Standard deviation of Gaussian noise that clients add to smashed data before it is sent, the same "
+            "in every pass over a batch in a round. No guarantee of privacy by itself."
+        },
+    )
+
     # --- Federation ---
     num_clients: int | None = field(
         default=None,
@@ -177,7 +186,7 @@ class SplitFedConfig(TrainingArguments):
             raise ValueError(f"dirichlet_alpha={self.dirichlet_alpha} must be a finite number above 0.")
         if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
             raise ValueError(f"learning_rate={self.learning_rate} must be a finite number above 0.")
-        for name in ("max_grad_norm", "weight_decay"):
+        for name in ("max_grad_norm", "weight_decay", "smashed_noise"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be a finite number of at least 0.")
         if self.method != "vanilla" and self.warmup_rounds >= self.num_rounds:

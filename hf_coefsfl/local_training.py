@@ -41,8 +41,9 @@ def make_setting(
     client: int,
     store: Store,
     autocast: Callable[[], AbstractContextManager[Any]],
+    noise_seed: int | None = None,
 ) -> Setting:
-    """Return what both sides of one client's round share."""
+    """Return what both sides of one client's round share; a client may have a secret seed for its noise."""
     return Setting(
         seed=args.seed,
         round_index=round_index,
@@ -52,6 +53,8 @@ def make_setting(
         device=args.device,
         autocast=autocast,
         store=store,
+        noise=args.smashed_noise,
+        noise_seed=noise_seed,
     )
 
 

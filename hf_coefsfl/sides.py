@@ -30,6 +30,8 @@ class Setting:
     device: torch.device = torch.device("cpu")
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     store: Store = field(default_factory=Store)
+    noise: float = 0.0  # standard deviation of what the client adds to its smashed data
+    noise_seed: int | None = None  # a client's secret; None: the run's seed
 
     def derive_seed(self, stream: str, batch: int) -> int:
         """Return the seed of a random stream at one batch of this round and client."""
@@ -38,6 +40,16 @@ class Setting:
     def generator(self, stream: str, batch: int) -> torch.Generator:
         """Return a generator of random numbers for one batch, on the device."""
         return torch.Generator(self.device).manual_seed(self.derive_seed(stream, batch))
+
+    def with_noise(self, activations: Tensor, batch: int) -> Tensor:
+        """Return activations with the noise of a batch, the same in every pass over it, so that s − s₀ has none."""
+        if self.noise == 0:
+            return activations
+        seed = self.seed if self.noise_seed is None else self.noise_seed
+        place = derive_seed(seed, "noise", self.round_index, self.client, batch)
+        generator = torch.Generator(activations.device).manual_seed(place)
+        drawn = torch.randn(activations.shape, generator=generator, device=activations.device, dtype=activations.dtype)
+        return activations + self.noise * drawn
 
     def synchronize_masks(self, half: nn.Module, stream: str, batch: int) -> None:
         """Make every pass of a half over a batch draw the same dropout masks, so that s − s₀ is no noise."""
@@ -181,7 +193,8 @@ class ClientSide(_Side):
         with self.setting.autocast():
             smashed: SmashedData = self.half(**inputs)
         self.observed.add("activations", smashed.activations.sum())  # NaN and infinity survive a sum
-        return replace(smashed, labels={**smashed.labels, **labels})
+        noisy = self.setting.with_noise(smashed.activations, batch)
+        return replace(smashed, activations=noisy, labels={**smashed.labels, **labels})
 
 
 class ServerSide(_Side):

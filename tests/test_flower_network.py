@@ -60,7 +60,8 @@ def test_a_real_network(tmp_path: Path) -> None:
     assert len(found) == len(expected)
     for name, t in expected.items():
         assert torch.equal(found[name.replace(".default", "").replace(".modules_to_save", "")], t)
-    assert "Receiving" not in log and "client" in flower.log("node0")
+    assert "Failed to activate SuperNode" in log and "Receiving" not in log
+    assert "Receiving: train.step" in flower.log("node0")
 
 
 def _run(flower: Loopback, config: dict[str, object]) -> None:

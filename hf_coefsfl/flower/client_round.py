@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,10 +56,23 @@ class ClientRound:
             trailing=bool(header.get("trailing")),
         )
         batches = node.data.batches(self.round_index, node.client)
-        setting = make_setting(node.config, self.round_index, node.client, self.store, node.autocast)
+        self.noise_seed = self._noise_seed()
+        setting = make_setting(node.config, self.round_index, node.client, self.store, node.autocast, self.noise_seed)
         optimizer = local_optimizer(node.config, node.parameters, learning_rate)
         self.side = ClientSide(node.half, batches, optimizer, setting, node.task)
         self.uploaded: list[int] | None = None  # batches of the last upload; None: all
+
+    def _noise_seed(self) -> int:
+        """Return the seed of this round's noise, which the server must not know: drawn in its first step."""
+        if self.sequence == 0:
+            return secrets.randbits(63)
+        state = self._state()
+        return int(state["noise_seed"]) if state.get("token") == self.token else 0
+
+    def _state(self) -> dict[str, Any]:
+        path = self.folder / _STATE
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return found
 
     def run(self, calls: list[Any], payload: Path | None, outbox: Path) -> dict[str, Any]:
         """Do the calls of one message; return what is answered. What is to be sent is left in `outbox`."""
@@ -164,11 +178,11 @@ class ClientRound:
                     plain[f"{place}.{key}"] = value
         save_file({n: t.cpu().clone().contiguous() for n, t in tensors.items()}, self.folder / _TENSORS)
         state = {"token": self.token, "sequence": self.sequence, "uploaded": self.uploaded, "optimizer": plain}
+        state["noise_seed"] = self.noise_seed
         (self.folder / _STATE).write_text(json.dumps(state))
 
     def _restore(self) -> None:
-        path = self.folder / _STATE
-        state = json.loads(path.read_text()) if path.exists() else {}
+        state = self._state()
         if state.get("token") != self.token or state.get("sequence") != self.sequence - 1:
             raise TransferError(
                 f"step {self.sequence} of a round came, but here the last one was {state.get('sequence')} of "

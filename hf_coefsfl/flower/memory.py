@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 
 _MMAP_THRESHOLD = -3  # of glibc's malloc.h
@@ -12,7 +13,5 @@ def return_freed_memory(from_size: int = 1 << 20) -> None:
 
     Otherwise glibc keeps them for reuse, and small tensors that outlive them make the pieces too small for that.
     """
-    try:
+    with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, from_size)
-    except (OSError, AttributeError):
-        pass  # another C library
