@@ -247,6 +247,8 @@ class Site:
         failures = [entry for entry in ledger["entries"] if "failure" in entry]
         if failures:
             raise RuntimeError(f"{method}, {link}: clients failed: {failures}")
+        history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+        client, server = (sum(entry.get(f"{side}_seconds", 0.0) for entry in history) for side in ("client", "server"))
         rounds = [json.loads(line) for line in (output / ROUNDS).read_text().splitlines()]
         first, last = rounds[0]["start"], rounds[-1]["end"]
         messages = [message for each in rounds for message in each["messages"]]
@@ -261,6 +263,7 @@ class Site:
             "watched": last - first,
             "rounds": [each["end"] - each["start"] for each in rounds],
             "seconds": sum(each["end"] - each["start"] for each in rounds) / len(rounds),
+            "computing": (server + client / CLIENTS) / len(rounds),  # clients work at once, the server in turn
             "messages": len(messages) / len(rounds) / CLIENTS,
             "exchanges": ledger["total"]["transfers"] / len(rounds) / CLIENTS,
         }
@@ -313,6 +316,7 @@ def link_row(run: dict[str, Any], free: dict[str, Any], rate: float, rounds: int
         "exchanges": run["exchanges"],
         "messages": run["messages"],
         "s/round": run["seconds"],
+        "computing, s": run["computing"],
         "more than unlimited, s": run["seconds"] - free["seconds"],
         "bytes/rate, s": each / rate if run is not free else None,
     }
@@ -389,8 +393,15 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
     columns = {"method": "", "simulation, s/round": ".2f", "Flower, s/round": ".2f", "ratio": ".1f", "messages": ".1f"}
     print(format_table(times, columns | {"beyond it, s/message": ".2f", "same ledger": ""}))
     print("\nOver a slow link, and without a limit. Exchanges, messages and bytes/rate: per client and round.")
+    print("Computing: of the server for all clients, and of one client; they overlap in part.")
     columns = {"method": "", "link": "", "MiB/round": ".2f", "wire, MiB/round": ".2f", "exchanges": ".1f"}
-    columns |= {"messages": ".1f", "s/round": ".1f", "more than unlimited, s": ".1f", "bytes/rate, s": ".1f"}
+    columns |= {
+        "messages": ".1f",
+        "s/round": ".1f",
+        "computing, s": ".1f",
+        "more than unlimited, s": ".1f",
+        "bytes/rate, s": ".1f",
+    }
     print(format_table(links, columns))
     if options.json is not None:
         figures = {"simulated": simulated, "runs": runs, "idle_bytes_per_second": idle}

@@ -28,7 +28,7 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedTo
 
 from hf_coefsfl.cli import main as coefsfl
 
-HIDDEN, TOKENS, BATCH = 1024, 512, 16
+HIDDEN, TOKENS, BATCH = 1024, 512, 2  # small batches: what a pass keeps should not hide what the exchange does
 ROLES = {
     "flower-superlink": "SuperLink",
     "flwr-serverapp": "ServerApp",
@@ -77,11 +77,11 @@ class Watch(threading.Thread):
 
     def _look(self, pid: int) -> None:
         try:
-            if os.getsid(pid) not in {process.pid for process in self.flower.processes.values()}:
-                return
             words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
             status = Path(f"/proc/{pid}/status").read_text()
-        except (OSError, ProcessLookupError):
+            if f"FLWR_HOME={self.flower.folder}" not in Path(f"/proc/{pid}/environ").read_text():
+                return
+        except (OSError, UnicodeDecodeError):
             return
         role = next((title for word, title in ROLES.items() if word in words), None)
         found = re.search(r"VmHWM:\s+(\d+)", status)
@@ -131,8 +131,8 @@ def main() -> None:
         total = json.loads((folder / "out" / "communication.json").read_text())["total"]
         up, down = total["up"]["smashed_data"] / 2**20, total["down"]["gradients"] / 2**20
         print(
-            f"{up:.0f} MiB of activations up ({parts['fetch'] + 1} chunks of {arguments.chunk_mib} MiB), {down:.0f} MiB "
-            f"of gradients down ({parts['deliver']} chunks), {seconds:.0f} s in all\n"
+            f"{up:.0f} MiB of activations up in {parts['fetch'] + 1} chunks of {arguments.chunk_mib} MiB, {down:.0f} "
+            f"MiB of gradients down in {parts['deliver']}, {seconds:.0f} s in all\n"
         )
         print("process   | peak, MiB | grew, MiB\n----------+-----------+----------")
         for role in watch.peak:
