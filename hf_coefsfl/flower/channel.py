@@ -41,6 +41,10 @@ class Channel:
     sequence: int = 0
     token: str = field(default_factory=lambda: secrets.token_hex(16))
 
+    def file(self, kind: str) -> Path:
+        """Return the place of a payload; no other round or client uses it."""
+        return self.folder / f"{kind}-{self.header['client']}-{self.token}"
+
     def step(self, calls: list[dict[str, Any]], payload: Path | None) -> tuple[dict[str, Any], Path | None]:
         """Have the client do some calls; return the header of its answer and the file of its payload.
 
@@ -86,7 +90,7 @@ class Channel:
                 bar(len(chunk))
 
     def _receive(self, manifest: Manifest, first: bytes) -> Path:
-        path = self.folder / f"from-{self.header['client']}"
+        path = self.file("from")
         path.unlink(missing_ok=True)
         incoming = Incoming(path, manifest)
         header = self._header() | {"payload_sha256": manifest.sha256}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..exchange import Exchange, Mapped
 from ..messages import SmashedData
-from ..outputs import Task
+from ..outputs import LANGUAGE_MODELS, Task
 from .transfers import TransferError
 
 _LARGEST_RATIO = 64  # entries of raw inputs for one entry of activations: what placeholders may cost
@@ -28,12 +28,14 @@ class UploadCheck:
         example: smashed data of the right form.
         batch_size: the most samples of a batch.
         max_tokens: the most token positions.
+        vocab_size: of a language model, whose labels are tokens.
     """
 
     task: Task
     example: SmashedData
     batch_size: int
     max_tokens: int
+    vocab_size: int | None = None
 
     def sound(self, message: SmashedData) -> SmashedData:
         """Return a message without its large contents if its form is right: shapes, labels."""
@@ -49,6 +51,8 @@ class UploadCheck:
         for name, t in message.labels.items():
             if not t.dim() or len(t) != shape[0]:
                 raise TransferError(f"{name} has shape {tuple(t.shape)} for {shape[0]} samples")
+            if self.task.loss_type in LANGUAGE_MODELS and self.vocab_size and bool((t >= self.vocab_size).any()):
+                raise TransferError(f"{name} has a token of {int(t.max())}, the vocabulary has {self.vocab_size}")
         self.task.check_labels(message.labels, "the client")
         for name, t in {**message.context, **message.labels}.items():
             if t.is_floating_point() and t.isnan().any():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -33,7 +34,8 @@ from .transfers import (
 
 client_app = ClientApp()
 
-_INBOX, _OUTBOX = "inbox", "outbox"  # what has come for the next step, what the last one has left to send
+# What has come for the next step, what the last one has left to send, and the checksum of that.
+_INBOX, _OUTBOX, _CHECKSUM = "inbox", "outbox", "outbox.sha256"
 _KEPT = 24 * 3600  # seconds
 _ECHOED = ("protocol", "client", "round", "token", "sequence")
 
@@ -45,10 +47,11 @@ def work_folder(context: Context) -> Path:
     """
     place = Path(os.environ.get("HF_COEFSFL_WORK") or tempfile.gettempdir())
     folder = place / f"hf_coefsfl-{os.getuid()}" / f"{context.run_id}-{context.node_id}"
-    folder.mkdir(parents=True, exist_ok=True)
-    for made in (folder.parent, folder):
-        if made.stat().st_uid != os.getuid():
-            raise PermissionError(f"{made} belongs to another user. Set HF_COEFSFL_WORK to a folder of your own.")
+    for made in (folder.parent, folder):  # the first lies where others may write: it must be ours, and no link
+        made.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = made.lstat()
+        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+            raise PermissionError(f"{made} is not this user's folder. Set HF_COEFSFL_WORK to a folder of your own.")
         made.chmod(0o700)
     return folder
 
@@ -81,13 +84,17 @@ def deliver(message: Message, context: Context) -> Message:
 
 @client_app.query("fetch")
 def fetch(message: Message, context: Context) -> Message:
-    """Send a chunk of what the last step left; after the last chunk it is deleted where nothing needs it."""
-    header, path = header_of(message.content), work_folder(context) / _OUTBOX
+    """Send a chunk of what the last step left; with the last chunk it is deleted."""
+    header, folder = header_of(message.content), work_folder(context)
     offset, size = whole(header, "offset"), whole(header, "chunk_size")
-    if not path.exists() or text(header, "payload_sha256") != Manifest.of(path).sha256:
+    checksum = folder / _CHECKSUM
+    if not checksum.exists() or text(header, "payload_sha256") != checksum.read_text():
         raise TransferError("there is no such payload here")
-    reply = Message(content(_echo(header), read_chunk(path, offset, size)), reply_to=message)
-    return reply
+    chunk = read_chunk(folder / _OUTBOX, offset, size)
+    if offset + len(chunk) == (folder / _OUTBOX).stat().st_size:
+        (folder / _OUTBOX).unlink()
+        checksum.unlink()
+    return Message(content(_echo(header), chunk), reply_to=message)
 
 
 @client_app.train("step")
@@ -102,7 +109,8 @@ def step(message: Message, context: Context) -> Message:
             incoming.path.unlink(missing_ok=True)
             incoming.append(0, chunk_of(message.content))
         payload = incoming.check()
-    (folder / _OUTBOX).unlink(missing_ok=True)
+    for name in (_OUTBOX, _CHECKSUM):
+        (folder / name).unlink(missing_ok=True)
     from .client_node import ClientNode
     from .client_round import ClientRound
 
@@ -120,6 +128,8 @@ def _answer(header: dict[str, Any], outbox: Path, chunk_size: int) -> Any:
     chunk = read_chunk(outbox, 0, chunk_size)
     if manifest.size <= chunk_size:
         outbox.unlink()
+    else:
+        outbox.with_name(_CHECKSUM).write_text(manifest.sha256)
     return content(header | manifest.entries(), chunk)
 
 

@@ -65,6 +65,7 @@ class Deployment(ServerRounds):
             self.example,
             args.per_device_train_batch_size,
             max(tokens, getattr(config, "max_position_embeddings", None) or 0),
+            getattr(config, "vocab_size", None),
         )
         if any(self.methods.of_round(t).exchanges_each_batch() for t in range(args.num_rounds)):
             logger.warning(
@@ -171,6 +172,7 @@ class Deployment(ServerRounds):
         except Cancelled:
             return ClientReport.of_absent(NOT_NEEDED, member.num_samples), None
         except Exception as error:
+            deadline.cancelled.set()  # what still goes on in the background ends, too
             reason = " ".join(str(error).split())[:500].rstrip(".")
             return ClientReport.of_absent(f"{type(error).__name__}: {reason}", member.num_samples), None
 

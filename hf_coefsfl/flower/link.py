@@ -156,7 +156,7 @@ class FlowerLink:
             packed = messages if isinstance(messages, Exchange) else self._pack(messages, batches)
             self.meter.transfers += 1
             self.meter.count(self.meter.down, packed)
-            self._payload = self.channel.folder / f"to-{self.setting.client}"
+            self._payload = self.channel.file("to")
             write_exchange(packed, self._payload)
         self._waiting.append({"do": "update", "batches": None if batches is None else list(batches)})
         if batches is None:
@@ -201,7 +201,7 @@ class FlowerLink:
         payload, self._payload = self._payload, None
         calls, self._waiting = [*self._waiting, *calls], []
         if self.channel.sequence == 0:
-            payload = self.channel.folder / f"weights-{self.setting.client}"
+            payload = self.channel.file("weights")
             payload.write_bytes(self.weights.to_bytes())
         answer, received = self.channel.step(calls, payload)
         count, samples = whole(answer, "num_batches"), whole(answer, "num_samples")

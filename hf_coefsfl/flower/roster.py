@@ -14,6 +14,7 @@ from .transfers import PROTOCOL, TransferError, header_of, text, whole
 
 logger = logging.getLogger(__name__)
 _MOST_SAMPLES = 2**40
+_GRACE, _PATIENCE = 60.0, 3600.0  # seconds: how long rounds wait for an introduction, and how long it may take
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Roster:
         self.courier, self.half, self._num_clients = courier, half, num_clients
         self.members: dict[int, Member] = {}
         self._refused: set[int] = set()
+        self._asked: dict[int, float] = {}  # since when nodes are asked who they are
+        self._answers: dict[int, Any] = {}
         self._online: set[int] = set()
 
     def __len__(self) -> int:
@@ -58,48 +61,48 @@ class Roster:
         return [client for client, member in sorted(self.members.items()) if member.node in self._online]
 
     def wait_for(self, least: int, seconds: float) -> bool:
-        """Look for nodes until so many clients are there; return whether they are."""
+        """Look for nodes until so many clients are there; return whether they are.
+
+        Those who are being asked who they are get some time to answer, and are taken on later if they need more.
+        """
         end, told = time.monotonic() + seconds, 0.0
         while True:
-            self.refresh(max(end - time.monotonic(), 1.0))
+            self.refresh()
             there = len(self.online())
-            if there >= least:
+            now = time.monotonic()
+            if there >= least and all(now - since > _GRACE for since in self._asked.values()):
                 return True
-            if time.monotonic() >= end:
-                return False
-            if time.monotonic() - told > 60:
-                told = time.monotonic()
+            if now >= end:
+                return there >= least
+            if there < least and now - told > 60:
+                told = now
                 logger.warning("%d of at least %d clients are there; waiting for the others.", there, least)
-            time.sleep(1)
+            time.sleep(0.2)
 
-    def refresh(self, seconds: float) -> None:
-        """Look who is there, and ask those who are new who they are."""
+    def refresh(self) -> None:
+        """Look who is there, ask those who are new who they are, and take on those who have answered."""
         self._online = set(self.courier.nodes())
-        known = {member.node for member in self.members.values()} | self._refused
-        deadline, answers = Deadline(seconds), dict[int, Any]()
-        threads = [
-            threading.Thread(target=self._ask, args=(node, deadline, answers), daemon=True)
-            for node in sorted(self._online - known)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for node, answer in sorted(answers.items()):
+        known = {member.node for member in self.members.values()} | self._refused | self._asked.keys()
+        for node in sorted(self._online - known):
+            self._asked[node] = time.monotonic()
+            threading.Thread(target=self._ask, args=(node,), daemon=True).start()
+        for node in sorted(self._answers):
+            answer = self._answers.pop(node)
+            del self._asked[node]
             try:
                 if isinstance(answer, Exception):
                     raise answer
                 self._admit(node, answer)
             except Exception as error:
                 self._refused.add(node)
-                logger.warning("Node %d is not taken on: %s.", node, error)
+                logger.warning("Node %d is not taken on: %s.", node, " ".join(str(error).split())[:500].rstrip("."))
 
-    def _ask(self, node: int, deadline: Deadline, answers: dict[int, Any]) -> None:
+    def _ask(self, node: int) -> None:
         try:
-            reply = self.courier.ask(node, "query.hello", {"protocol": PROTOCOL}, None, deadline)
-            answers[node] = header_of(reply)
+            reply = self.courier.ask(node, "query.hello", {"protocol": PROTOCOL}, None, Deadline(_PATIENCE))
+            self._answers[node] = header_of(reply)
         except Exception as error:
-            answers[node] = error
+            self._answers[node] = error
 
     def _admit(self, node: int, header: dict[str, Any]) -> None:
         client, name, samples = whole(header, "client"), text(header, "name"), whole(header, "num_samples")
