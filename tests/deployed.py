@@ -14,13 +14,22 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
+from datasets import Image as ImageFeature
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
+from PIL import Image
 from test_tasks import words_tokenizer
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+)
 
 from hf_coefsfl.cli import main as coefsfl
 from hf_coefsfl.flower.client import client_app
@@ -36,24 +45,32 @@ Fault = Callable[[int, Message, Message], Any]
 class Site:
     """Files of a run with some sites, each with a few texts of its own."""
 
+    task = "newsgroups"
+
     def __init__(self, folder: Path, sizes: Iterable[int] = (7, 5), dropout: float = 0.0):
         self.folder, self.sizes = folder, list(sizes)
         rows: list[dict[str, Any]] = []
         for site, size in enumerate(self.sizes):
             mine = [self.row(site, i) for i in range(size)]
-            Dataset.from_list(mine).to_parquet(str(folder / f"site{site}" / "train.parquet"))
+            self.save(mine, folder / f"site{site}" / "train.parquet")
             rows += [row | {"site": site} for row in mine]
-        Dataset.from_list(rows).to_parquet(str(folder / "all" / "train.parquet"))
-        test = Dataset.from_list([self.row(9, i) for i in range(8)])
+        self.save(rows, folder / "all" / "train.parquet")
         for place in ("all", "test"):
-            test.to_parquet(str(folder / place / "test.parquet"))
+            self.save([self.row(9, i) for i in range(8)], folder / place / "test.parquet")
         torch.manual_seed(0)
+        self.make_model(folder / "model", dropout)
+
+    def save(self, rows: list[dict[str, Any]], path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Dataset.from_list(rows).to_parquet(str(path))
+
+    def make_model(self, folder: Path, dropout: float) -> None:
         config = BertConfig(
             vocab_size=15, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16,
             max_position_embeddings=32, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
         )  # fmt: skip
-        BertForSequenceClassification(config).save_pretrained(folder / "model")
-        words_tokenizer().save_pretrained(folder / "model")
+        BertForSequenceClassification(config).save_pretrained(folder)
+        words_tokenizer().save_pretrained(folder)
 
     def row(self, site: int, i: int) -> dict[str, Any]:
         text = " ".join(WORDS[(3 * site + i + k * (i % 4 + 1)) % len(WORDS)] for k in range(2 + (site + i) % 5))
@@ -62,16 +79,16 @@ class Site:
     def options(self, **changes: Any) -> dict[str, Any]:
         """Return what a simulated and a deployed run have in common."""
         return {
-            "num_clients": len(self.sizes), "participation": 1.0, "num_rounds": 2, "warmup_rounds": 0, "max_length": 8,
+            "num_clients": len(self.sizes), "participation": 1.0, "num_rounds": 2, "warmup_rounds": 0,
             "per_device_train_batch_size": 2, "eval_steps": 2, "learning_rate": 1e-2, "use_cpu": True, "cut": 1,
-            "model_name_or_path": str(self.folder / "model"), "disable_tqdm": True, **changes,
-        }  # fmt: skip
+            "model_name_or_path": str(self.folder / "model"), "disable_tqdm": True,
+        } | ({"max_length": 8} if self.task == "newsgroups" else {}) | changes  # fmt: skip
 
     def simulated(self, **changes: Any) -> SplitFedTrainer:
         """Return the trainer of the same run in one process, trained."""
         data = {"dataset_name": str(self.folder / "all"), "partition": "column", "partition_column": "site"}
         config = self.options(**data, output_dir=self.new_folder("simulated")) | changes
-        options = read_run_config({"task": "newsgroups", **config})
+        options = read_run_config({"task": self.task, **config})
         trainer, _ = make_trainer(options.task(options.arguments, keep="site"), options.config)
         trainer.train()
         return trainer
@@ -83,15 +100,15 @@ class Site:
     def run_config(self, **changes: Any) -> dict[str, Any]:
         """Return Flower's run config."""
         ours = self.options(dataset_name=str(self.folder / "test"), output_dir=self.new_folder("deployed")) | changes
-        return {"task": "newsgroups", "min_clients": 1, "round_timeout": 60.0, "start_timeout": 60.0} | ours
+        return {"task": self.task, "min_clients": 1, "round_timeout": 60.0, "start_timeout": 60.0} | ours
 
     def make_half(self, cut: int = 1) -> None:
         """Write the clients' half, where it is not there."""
         if not (self.folder / "half").exists():
             ours = self.options(dataset_name=str(self.folder / "test"), cut=cut)
             names = ("model_name_or_path", "dataset_name", "cut", "max_length", "use_cpu")
-            argv = [part for name in names for part in (f"--{name}", str(ours[name]))]
-            assert coefsfl(["split", "newsgroups", *argv, "--output_dir", str(self.folder / "half")]) == 0
+            argv = [part for name in names if name in ours for part in (f"--{name}", str(ours[name]))]
+            assert coefsfl(["split", self.task, *argv, "--output_dir", str(self.folder / "half")]) == 0
 
     def node_config(self, client: int) -> dict[str, Any]:
         """Return the node config of a client."""
@@ -108,6 +125,29 @@ class Site:
         config = self.run_config(**changes)
         grid = LocalGrid(config, [self.node_config(client) for client in range(len(self.sizes))], fault)
         return serve(grid, config), grid
+
+
+class ImageSite(Site):
+    """The same with images of noise."""
+
+    task = "cifar100"
+
+    def row(self, site: int, i: int) -> dict[str, Any]:
+        pixels = np.random.default_rng([site, i]).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        return {"image": Image.fromarray(pixels), "label": i % 2}
+
+    def save(self, rows: list[dict[str, Any]], path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        Dataset.from_dict(columns).cast_column("image", ImageFeature()).to_parquet(str(path))
+
+    def make_model(self, folder: Path, dropout: float) -> None:
+        config = ViTConfig(
+            hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16, image_size=8,
+            patch_size=4, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        )  # fmt: skip
+        ViTForImageClassification(config).save_pretrained(folder)
+        ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained(folder)
 
 
 def _identify() -> None:

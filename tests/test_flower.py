@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from deployed import LocalGrid, Site, client_process
+from deployed import ImageSite, LocalGrid, Site, client_process
 from federated import FEWER_PASSES, rounds, same, weights
 from flwr.app import Error, Message
 from safetensors.torch import load, load_file, save
+from transformers import ViTImageProcessor
 
 from hf_coefsfl import METHODS
 from hf_coefsfl.flower.server import serve
@@ -165,6 +167,21 @@ def test_no_raw_text_crosses(site: Site) -> None:
     assert checked > 10
     labels = [load(part)["0.labels.labels"] for part in sent if b"0.labels.labels" in part]
     assert labels, "labels were expected to cross"
+
+
+def test_no_pixels_cross(tmp_path: Path) -> None:
+    """No row of pixels, as they are stored or as the model gets them; the result is the simulation's here, too."""
+    site = ImageSite(tmp_path, sizes=(4, 3))
+    trainer, grid = site.deployed(num_rounds=1)
+    assert same(weights(trainer), weights(site.simulated(num_rounds=1)))
+    sent = payloads(grid)
+    processor = ViTImageProcessor.from_pretrained(site.folder / "model")
+    for client in range(2):
+        for i in range(site.sizes[client]):
+            image = site.row(client, i)["image"]
+            values = processor(images=[image], return_tensors="pt")["pixel_values"][0]
+            rows = [np.asarray(image)[0].tobytes(), *(values[channel, 0].numpy().tobytes() for channel in range(3))]
+            assert not any(row in part for row in rows for part in sent)
 
 
 # ---- Life goes wrong ----
