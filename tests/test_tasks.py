@@ -14,6 +14,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
     EvalPrediction,
     LlamaConfig,
     LlamaForCausalLM,
@@ -130,6 +132,53 @@ def test_labels_of_all_kinds() -> None:
     hidden = Dataset.from_dict({"label": [-1]})
     with pytest.raises(ValueError, match="No row of test has a label"):
         with_class_labels(numbers, {"test": hidden})
+
+
+@pytest.mark.parametrize("kind", ["strings", "numbers", "classes", "other classes"])
+def test_labels_of_a_client_with_few_classes(kind: str) -> None:
+    """Where the model's classes are known, a client's labels are matched with them by name."""
+    names, mine = ["ham", "junk", "spam"], ["spam", "ham", "spam"]
+    numbers = [names.index(name) for name in mine]
+    rows = {
+        "strings": Dataset.from_dict({"label": mine}),
+        "numbers": Dataset.from_dict({"label": numbers}),
+        "classes": Dataset.from_dict({"label": numbers}, Features(label=ClassLabel(names=names))),
+        "other classes": Dataset.from_dict({"label": [0, 1, 0]}, Features(label=ClassLabel(names=["spam", "ham"]))),
+    }[kind]
+    train, evals, found = with_class_labels(rows, {"none": rows.select([])}, names)
+    assert train["labels"][:] == numbers and len(evals["none"]) == 0 and found == names
+
+
+@pytest.mark.parametrize("label", ["eggs", 3])
+def test_a_label_that_the_model_does_not_know(label: Any) -> None:
+    with pytest.raises(ValueError, match="none of the model's 3: ham, junk, spam"):
+        with_class_labels(Dataset.from_dict({"label": [label]}), {}, ["ham", "junk", "spam"])
+
+
+@pytest.mark.parametrize("task", ["squad_v2", "causal_lm"])
+def test_sides_that_lack_the_others_rows(task: str, tmp_path: Path, decoder: str) -> None:
+    """A client has nothing to evaluate on, a server nothing to train on."""
+    answers = {"text": ["cat"], "answer_start": [4]}
+    question = {"id": "1", "context": "the cat sat on a mat", "question": "the dog", "answers": answers}
+    row = question if task == "squad_v2" else {"prompt": "the cat", "completion": "sat on a mat"}
+    for split in ("train", "validation"):
+        (tmp_path / split).mkdir()
+        Dataset.from_list([row]).to_parquet(str(tmp_path / split / f"{split}.parquet"))
+    model = decoder
+    if task == "squad_v2":
+        config = BertConfig(vocab_size=15, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+        BertForQuestionAnswering(config).save_pretrained(tmp_path / "model")
+        words_tokenizer().save_pretrained(tmp_path / "model")
+        model = str(tmp_path / "model")
+    options = {"model_name_or_path": model, "max_length": 16} | ({"stride": 4} if task == "squad_v2" else {})
+    made = {
+        split: TASKS[task](arguments(task, dataset_name=str(tmp_path / split), **options)).prepare(
+            0, train=split == "train", evaluation=split != "train"
+        )
+        for split in ("train", "validation")
+    }
+    assert len(made["train"].train_dataset) == 1 and len(made["validation"].train_dataset) == 0
+    assert len(made["validation"].eval_dataset["validation"]) == 1
 
 
 def test_string_labels_of_files(tmp_path: Path) -> None:

@@ -69,6 +69,9 @@ class SQuADv2(TextTask):
                 desc="Cutting windows",
             )
 
+        def for_the_model(features: Dataset) -> Dataset:
+            return features.remove_columns([column for column in _FOR_ANSWERS if column in features.column_names])
+
         name, questions = next(iter(evals.items()))
         if len(set(questions["id"])) < len(questions):
             raise ValueError(f"Several questions of {name!r} have the same id: answers could not be told apart.")
@@ -95,8 +98,8 @@ class SQuADv2(TextTask):
         return Prepared(
             model=self.load_model(),
             processing_class=processor,
-            train_dataset=windows(train).remove_columns(_FOR_ANSWERS),
-            eval_dataset={name: features.remove_columns(_FOR_ANSWERS)},
+            train_dataset=for_the_model(windows(train)),
+            eval_dataset={name: for_the_model(features)},
             data_collator=DataCollatorWithPadding(processor),
             compute_metrics=compute_metrics,
         )
