@@ -64,7 +64,7 @@ def test_vanilla_warns_and_sends_one_message_a_batch(site: Site, caplog: pytest.
     assert "cost a message and a new process on the client for each batch" in caplog.text
     steps = [header_of(m.content) for m in grid.sent if m.metadata.message_type == "train.step"]
     calls = [[call["do"] for call in json.loads(step["calls"])] for step in steps if step["client"] == 0]
-    assert calls == [[], ["upload"], *[["update", "upload"]] * 3, ["update", "finish"]]
+    assert calls == [["upload"], *[["update", "upload"]] * 3, ["update", "finish"]]
 
 
 def test_clients_work_at_the_same_time_and_the_server_meanwhile(site: Site) -> None:

@@ -106,6 +106,7 @@ class FlowerLink:
         self.kept: dict[str, Tensor] = {}
         self.trained: dict[str, Tensor] = {}
         self._num_batches: int | None = None
+        self._ahead: Exchange[SmashedData] | None = None  # batch 0, if it was uploaded before it was asked for
         self._positions: dict[int, Tensor | None] = {}
         self._waiting: list[dict[str, Any]] = []
         self._payload: Path | None = None
@@ -113,16 +114,23 @@ class FlowerLink:
 
     @property
     def num_batches(self) -> int:
-        """How many batches the client has; asked for where nothing has told so yet."""
+        """How many batches the client has. Where nothing has told so yet, the first is uploaded ahead, which does."""
         if self._num_batches is None:
-            with self.turn.given_up():
-                self._step([])
+            self._ahead = self._fetch([0])
         assert self._num_batches is not None
         return self._num_batches
 
     def upload(self, batches: Sequence[int] | None = None) -> Sequence[SmashedData]:
         """Ask for the smashed data of some batches, or of the whole round (None)."""
         asked = None if batches is None else list(batches)
+        ahead, self._ahead = self._ahead, None
+        sent = ahead if ahead is not None and asked == [0] else self._fetch(asked)
+        self._positions |= {b: sent.kept(i) for i, b in enumerate(asked if asked is not None else range(len(sent)))}
+        self.meter.transfers += 1
+        self.meter.count(self.meter.up, sent)
+        return sent
+
+    def _fetch(self, asked: list[int] | None) -> Exchange[SmashedData]:
         with self.turn.given_up():
             path = self._step([{"do": "upload", "batches": asked}])
             if path is None:
@@ -135,10 +143,8 @@ class FlowerLink:
                 self.setting.device,
             )
             path.unlink()  # an open file stays
-            self.check.exchange(sent, self.num_batches if asked is None else len(asked))
-        self._positions |= {b: sent.kept(i) for i, b in enumerate(asked if asked is not None else range(len(sent)))}
-        self.meter.transfers += 1
-        self.meter.count(self.meter.up, sent)
+            assert self._num_batches is not None  # a step tells it
+            self.check.exchange(sent, self._num_batches if asked is None else len(asked))
         return sent
 
     def stage(self, messages: Iterable[Message]) -> Sequence[Message]:
