@@ -43,9 +43,12 @@ __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    if name in _MODULES:
+        return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    try:
+        return import_module(f".{name}", __name__)  # hf_coefsfl.methods, say
+    except ModuleNotFoundError as error:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from error
 
 
 def __dir__() -> list[str]:

@@ -27,6 +27,8 @@ _DTYPES = {
 _NAMED = {name: dtype for dtype, name in _DTYPES.items()}
 _SCALE = ":scale"
 _BLOCK = 1 << 22  # bytes written at once
+_MOST_HEADER = 1 << 24  # bytes
+_MOST_BESIDE = 1 << 26  # bytes of a message that are not packed
 
 
 def write_exchange(exchange: Exchange[Any], path: Path) -> None:
@@ -81,6 +83,7 @@ def read_exchange(
     store: Store,
     kept: Callable[[int, M], Tensor | None],
     device: torch.device = torch.device("cpu"),
+    most: int | None = None,
 ) -> Exchange[M]:
     """Return the exchange in a file; what is large stays there until it is read.
 
@@ -91,7 +94,11 @@ def read_exchange(
         kept: gives the positions that were kept of a message, from its place and what is known of it: a packed tensor
             has its declared shape and no content there.
         device: where messages are unpacked.
+        most: messages that the file may hold.
     """
+    with path.open("rb") as start:
+        if int.from_bytes(start.read(8), "little") > _MOST_HEADER:
+            raise ValueError("its header is too long")
     try:
         with safe_open(path, "pt") as checked:  # header, offsets, sizes and the file's length
             metadata = checked.metadata() or {}
@@ -99,6 +106,8 @@ def read_exchange(
         raise ValueError(f"it is no safetensors file: {error}") from error
     try:
         told = json.loads(metadata.get("messages", ""))
+        if most is not None and len(told) > most:
+            raise ValueError(f"it holds {len(told)} messages, at most {most} were expected")
         file = path.open("rb")
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -107,7 +116,7 @@ def read_exchange(
         exchange: Exchange[M] = Exchange(store)
         for place, (plain, names) in enumerate(zip(told, messages, strict=True)):
             exchange.packed.append(reader.message(_known(kind, metadata.get("kind")), place, plain, names, kept))
-    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError, RuntimeError) as error:
+    except (LookupError, TypeError, AttributeError, OverflowError, RecursionError, RuntimeError) as error:
         raise ValueError(f"its declaration does not fit: {type(error).__name__}: {error}") from error
     return exchange
 
@@ -158,6 +167,10 @@ class _Reader:
             for name, shapes in told["plain"].items()
         }
         shapes = {name: torch.Size(entry["shape"]) for name, entry in told["packed"].items()}
+        sizes = {name: self.header[name]["data_offsets"][1] - self.header[name]["data_offsets"][0] for name in names}
+        large = sum(size for name, size in sizes.items() if name.split(".", 1)[1] in shapes)
+        if sum(sizes.values()) - large > _MOST_BESIDE + 4 * large:
+            raise ValueError(f"message {place} has more beside its packed tensors than in them")
         for name in names:
             field, _, key = name.split(".", 1)[1].partition(".")
             if name.endswith(_SCALE) or field in shapes:

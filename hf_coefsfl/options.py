@@ -169,6 +169,8 @@ def parse_options(
         parser.error(str(error))
     if cut is None:
         config.cut = 0
+    if config.partition_column == "label":
+        config.partition_column = "labels"  # as all tasks call it
     return parser, arguments, config
 
 

@@ -49,8 +49,6 @@ def run(
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     transformers_logging.set_verbosity_warning()
     hub_logging.set_verbosity_error()  # what it cannot reach is said once, by us
-    if config.partition_column == "label":
-        config.partition_column = "labels"  # as all tasks call it
     try:
         checkpoint = checkpoint_of(config)
         job = TASKS[task](arguments, keep=config.partition_column)

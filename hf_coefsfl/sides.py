@@ -192,8 +192,8 @@ class ClientSide(_Side):
         self.setting.synchronize_masks(self.half, "client_forward", batch)
         with self.setting.autocast():
             smashed: SmashedData = self.half(**inputs)
-        self.observed.add("activations", smashed.activations.sum())  # NaN and infinity survive a sum
         noisy = self.setting.with_noise(smashed.activations, batch)
+        self.observed.add("activations", noisy.sum())  # NaN and infinity survive a sum
         return replace(smashed, activations=noisy, labels={**smashed.labels, **labels})
 
 

@@ -21,6 +21,7 @@ from hf_coefsfl import METHODS
 from hf_coefsfl.flower.server import serve
 from hf_coefsfl.flower.transfers import chunk_of, content, header_of
 from hf_coefsfl.server_rounds import ServerRounds
+from hf_coefsfl.sides import ServerSide
 from hf_coefsfl.simulation import Simulation
 
 
@@ -67,29 +68,42 @@ def test_vanilla_warns_and_sends_one_message_a_batch(site: Site, caplog: pytest.
     assert calls == [["upload"], *[["update", "upload"]] * 3, ["update", "finish"]]
 
 
-def test_clients_work_at_the_same_time_and_the_server_meanwhile(site: Site) -> None:
-    """Both clients are asked before one has answered, and the last update is sent before the server's own are done."""
-    waiting: list[int] = []
+def test_clients_work_at_the_same_time_and_the_server_meanwhile(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both clients are at work at once, and the server trains before a client has sent its weights."""
+    working: set[int] = set()
     together: list[int] = []
+    order: list[str] = []
 
     def fault(node: int, message: Message, reply: Message) -> Message:
         if message.metadata.message_type == "train.step":
-            waiting.append(node)
-            time.sleep(0.5)
-            together.append(len(set(waiting)))
+            working.add(node)
+            time.sleep(1.0)
+            together.append(len(working))
+            working.remove(node)
+            if header_of(message.content)["sequence"] == 1:
+                order.append("client")
         return reply
 
+    train_step = ServerSide.train_step
+
+    def noted(self: ServerSide, *args: Any) -> Any:
+        order.append("server")
+        return train_step(self, *args)
+
+    monkeypatch.setattr(ServerSide, "train_step", noted)
     site.deployed(fault, num_rounds=1)
     assert max(together) == 2
+    assert order.count("client") == 2 and order.index("server") < order.index("client")
 
 
 # ---- Who holds what ----
 
 
 def live_tensors() -> set[str]:
-    """Return checksums of all tensors of the process of the clients."""
+    """Return checksums of all tensors that were in the process of the clients, and watch no longer."""
     from hf_coefsfl.flower import client_round
 
+    client_round.ClientRound.run = client_round.PLAIN  # type: ignore[attr-defined]
     return client_round.SEEN  # type: ignore[attr-defined]
 
 
@@ -110,6 +124,7 @@ def watch() -> None:
         return done
 
     client_round.ClientRound.run = watched  # type: ignore[method-assign]
+    client_round.PLAIN = run  # type: ignore[attr-defined]
 
 
 def checksum(t: torch.Tensor) -> str:
@@ -122,7 +137,6 @@ def test_a_client_never_holds_the_servers_weights(site: Site) -> None:
     client_process().submit(watch).result()
     trainer, _ = site.deployed(num_rounds=1)
     seen = client_process().submit(live_tensors).result()
-    client = {name for name, _ in trainer.split.client.model.named_parameters()}
     server = {name: p for name, p in trainer.split.model.named_parameters() if name in trainer.split.owners.server}
     frozen = {name: p for name, p in trainer.split.model.named_parameters() if not p.requires_grad and p.numel() > 8}
     constant = {name for name, p in frozen.items() if len(set(p.flatten().tolist())) == 1}  # norms: ones and zeros
@@ -131,7 +145,6 @@ def test_a_client_never_holds_the_servers_weights(site: Site) -> None:
     assert not {name for name in server if name not in constant and checksum(server[name]) in seen}
     files = load_file(site.folder / "half" / "client" / "model.safetensors")
     assert not {name for name in files if name in trainer.split.owners.server - trainer.split.owners.client}
-    assert client
 
 
 def payloads(grid: LocalGrid) -> list[bytes]:
@@ -220,7 +233,7 @@ def scaled(factor: float) -> Callable[[dict[str, Any]], None]:
 
 def first(kind: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
     def change(tensors: dict[str, Any]) -> None:
-        name = next(n for n in tensors if n.endswith("activations") or n.startswith("adapters."))
+        name = next(n for n in sorted(tensors) if n.endswith("activations") or n.startswith("adapters."))
         tensors[name] = kind(tensors[name])
 
     return change
@@ -229,6 +242,25 @@ def first(kind: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
 def from_elsewhere(message: Message, reply: Message) -> Message:
     reply.metadata.__dict__["_src_node_id"] = 100
     return reply
+
+
+def labels_or(kind: Callable[[Any], Any]) -> Callable[[Message, Message], Message]:
+    """Change the labels of an upload; what has none is an answer of nonsense."""
+
+    def answer(message: Message, reply: Message) -> Message:
+        if b"labels.labels" not in chunk_of(reply.content):
+            return header_with(message, reply, seconds=-1.0)
+
+        def change(tensors: dict[str, Any]) -> None:
+            tensors["0.labels.labels"] = kind(tensors["0.labels.labels"])
+
+        return reply_with(message, reply, change)
+
+    return answer
+
+
+def added(name: str, t: torch.Tensor) -> Callable[[Message, Message], Message]:
+    return lambda message, reply: reply_with(message, reply, lambda tensors: tensors.update({name: t}))
 
 
 FAULTS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
@@ -247,6 +279,14 @@ FAULTS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
     "infinity": (lambda m, r: reply_with(m, r, first(lambda t: t + float("inf"))), "NaN or infinity"),
     "shape": (lambda m, r: reply_with(m, r, first(lambda t: t[:1].clone())), "(1, "),
     "dtype": (lambda m, r: reply_with(m, r, first(lambda t: t.double())), "float64"),
+    "labels of another type": (labels_or(lambda t: t.float()), "labels is torch.float32|seconds"),
+    "labels of another shape": (labels_or(lambda t: t[:, None].clone()), "labels is torch.int64|seconds"),
+    "labels beyond the classes": (labels_or(lambda t: t + 7), "outside 0..1|seconds"),
+    "strange context": (
+        added("0.context.output_attentions", torch.ones(1, 1)),
+        "crosses this cut|trained weights hold",
+    ),
+    "padding only": (added("0.context.attention_mask", torch.zeros(2, 1)), "'|trained weights hold"),
     "missing": (lambda m, r: reply_with(m, r, lambda t: t.pop(sorted(t)[0])), "KeyError|tensors came instead of"),
 }
 
@@ -353,6 +393,7 @@ def test_who_is_not_taken_on(site: Site, caplog: pytest.LogCaptureFixture) -> No
     site.make_half()
     nodes = [site.node_config(0), site.node_config(1), site.node_config(1), site.node_config(1) | {"partition-id": 7}]
     nodes += [site.node_config(1) | {"dataset": str(site.folder / "nowhere")}, other.node_config(1)]
+    nodes += [site.node_config(1) | {"name": "0"}]
     grid = LocalGrid(config, nodes)
     trainer = serve(grid, config)
     assert [e["client"] for e in trainer.ledger.entries] == ["0", "1"]
@@ -362,6 +403,7 @@ def test_who_is_not_taken_on(site: Site, caplog: pytest.LogCaptureFixture) -> No
         103: "it says it is client 7, the run has 2",
         104: "nowhere",
         105: "its half of the model is not this run's",
+        106: "it says it is called '0', which another client is",
     }.items():
         assert any(f"Node {node} is not taken on" in line and reason in line for line in caplog.text.splitlines())
 
@@ -417,7 +459,9 @@ def test_a_server_that_is_started_again_goes_on(site: Site, monkeypatch: pytest.
         ({"chunk_size": "x"}, "chunk_size='x' is no size"),
         ({"method": "fsl_sage"}, "method='fsl_sage' cannot be deployed"),
         ({"method": "x"}, "Unknown method 'x'"),
-        ({"staleness_probe": 1}, "need both sides in one process"),
+        ({"staleness_probe": 1}, "staleness_probe=1 cannot be deployed: it needs both sides in one process"),
+        ({"client_dropout_rate": 0.5}, "real clients drop out by themselves"),
+        ({"hub_token": "hf_x"}, "would go to every client"),
         ({"strange": 1}, "unrecognized arguments: --strange"),
     ],
 )
@@ -425,6 +469,38 @@ def test_bad_options_are_refused_before_anything_starts(site: Site, change: dict
     config = site.run_config(**change)
     with pytest.raises(ValueError, match=reason):
         serve(LocalGrid(config, []), config)
+
+
+def test_a_round_that_could_change_nothing(site: Site) -> None:
+    with pytest.raises(ValueError, match="A round would ask 1 of 2 clients"):
+        site.deployed(participation=0.5, min_clients=2)
+
+
+def test_a_learning_rate_that_warms_up(site: Site) -> None:
+    """It is 0 in the first round."""
+    options = {"lr_scheduler_type": "linear", "warmup_steps": 1}
+    deployed, _ = site.deployed(**options)
+    assert same(weights(deployed), weights(site.simulated(**options)))
+    assert not [e for e in deployed.ledger.entries if "failure" in e]
+
+
+def test_flower_itself_fails(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No client is blamed, nothing is averaged or saved, and the run can be started again."""
+    pull, folder = LocalGrid.pull_messages, site.new_folder("deployed")
+
+    def failing(self: LocalGrid, numbers: Any) -> Any:
+        found = pull(self, numbers)
+        if any(header_of(reply.content).get("round") == 1 for reply in found):
+            raise ConnectionError("the SuperLink is gone")
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalGrid, "pull_messages", failing)
+        with pytest.raises(ConnectionError, match="the SuperLink is gone"):
+            site.deployed(output_dir=folder)
+    assert not (Path(folder) / "checkpoint-2").exists()
+    trainer, _ = site.deployed(output_dir=folder)
+    assert same(weights(trainer), weights(site.simulated()))
 
 
 def test_nobody_comes(site: Site) -> None:

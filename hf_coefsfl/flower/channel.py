@@ -45,10 +45,12 @@ class Channel:
         """Return the place of a payload; no other round or client uses it."""
         return self.folder / f"{kind}-{self.header['client']}-{self.token}"
 
-    def step(self, calls: list[dict[str, Any]], payload: Path | None) -> tuple[dict[str, Any], Path | None]:
+    def step(
+        self, calls: list[dict[str, Any]], payload: Path | None, limit: int | None = None
+    ) -> tuple[dict[str, Any], Path | None]:
         """Have the client do some calls; return the header of its answer and the file of its payload.
 
-        The file of the payload that was sent is deleted.
+        The file of the payload that was sent is deleted. `limit` is what the answer's may have, if that is known.
         """
         header = self._header() | {"calls": json.dumps(calls), "max_payload": self.max_payload}
         chunk = None
@@ -62,10 +64,10 @@ class Channel:
             header |= manifest.entries()
         reply = self.courier.ask(self.node, "train.step", header | self.header, chunk, self.deadline)
         answer = header_of(reply)
-        announced = Manifest.read(answer, self.max_payload)
+        announced = Manifest.read(answer, min(limit or self.max_payload, self.max_payload))
         received = None
         if announced is not None:
-            received = self._receive(announced, chunk_of(reply))
+            received = self._receive(announced, chunk_of(reply, self.chunk_size))
         self.sequence += 1
         return answer, received
 
@@ -99,7 +101,7 @@ class Channel:
             bar(there)
             while there < manifest.size:
                 reply = self.courier.ask(self.node, "query.fetch", header | {"offset": there}, None, self.deadline)
-                chunk = chunk_of(reply)
+                chunk = chunk_of(reply, self.chunk_size)
                 there = incoming.append(there, chunk)
                 bar(len(chunk))
         return incoming.check()

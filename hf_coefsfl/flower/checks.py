@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +12,13 @@ from torch import Tensor
 from ..exchange import Exchange, Mapped
 from ..messages import SmashedData
 from ..outputs import LANGUAGE_MODELS, Task
+from ..split.surgery import Cut
 from .transfers import TransferError
 
 _LARGEST_RATIO = 64  # entries of raw inputs for one entry of activations: what placeholders may cost
+# What client sides note.
+_OBSERVED = ("activations", "weights", "displacement_norm", "correction_ratio", "loss_change", "client_loss")
+_TOKEN_LABELS = (*LANGUAGE_MODELS, "ForTokenClassification")
 
 
 @dataclass(frozen=True)
@@ -25,20 +27,26 @@ class UploadCheck:
 
     Attributes:
         task: whose labels it carries.
+        cut: of the model: what crosses besides the activations.
         example: smashed data of the right form.
+        labels: of a batch of one, of the right form.
+        dtypes: that activations may have.
         batch_size: the most samples of a batch.
         max_tokens: the most token positions.
         vocab_size: of a language model, whose labels are tokens.
     """
 
     task: Task
+    cut: Cut
     example: SmashedData
+    labels: Mapping[str, Tensor]
+    dtypes: tuple[torch.dtype, ...]
     batch_size: int
     max_tokens: int
     vocab_size: int | None = None
 
     def sound(self, message: SmashedData) -> SmashedData:
-        """Return a message without its large contents if its form is right: shapes, labels."""
+        """Return a message without its large contents if its form is right: shapes, labels, context."""
         shape, expected = message.activations.shape, self.example.activations.shape
         if len(shape) != len(expected) or shape[-1] != expected[-1]:
             raise TransferError(f"activations of shape {tuple(shape)} do not fit the cut, {tuple(expected)} would")
@@ -46,21 +54,57 @@ class UploadCheck:
             raise TransferError(f"a batch has {shape[0]} samples, at most {self.batch_size} are allowed")
         if math.prod(shape[1:-1]) > self.max_tokens:
             raise TransferError(f"a sample has {math.prod(shape[1:-1])} positions, at most {self.max_tokens} fit")
-        if set(message.labels) - set(self.task.label_names) or not message.labels:
-            raise TransferError(f"labels are called {', '.join(message.labels) or 'nothing'}")
-        for name, t in message.labels.items():
-            if not t.dim() or len(t) != shape[0]:
-                raise TransferError(f"{name} has shape {tuple(t.shape)} for {shape[0]} samples")
-            if self.task.loss_type in LANGUAGE_MODELS and self.vocab_size and bool((t >= self.vocab_size).any()):
-                raise TransferError(f"{name} has a token of {int(t.max())}, the vocabulary has {self.vocab_size}")
-        self.task.check_labels(message.labels, "the client")
-        for name, t in {**message.context, **message.labels}.items():
-            if t.is_floating_point() and t.isnan().any():
-                raise TransferError(f"{name} holds NaN")
-        for name, raw in message.shapes.items():
-            if any(size < 0 for size in raw) or math.prod(raw) > _LARGEST_RATIO * math.prod(shape) + 2**20:
-                raise TransferError(f"raw inputs {name} of shape {raw} are too large for these activations")
+        self._check_labels(message.labels, shape[0])
+        self._check_context(message.context, shape)
+        self._check_raw_shapes(message.shapes, shape)
         return message
+
+    def _check_labels(self, labels: Mapping[str, Tensor], samples: int) -> None:
+        if labels.keys() != self.labels.keys():
+            raise TransferError(f"labels are called {', '.join(labels) or 'nothing'}")
+        for name, t in labels.items():
+            wanted = self.labels[name]
+            fits = t.dtype == wanted.dtype and t.dim() == wanted.dim() and len(t) == samples
+            if self.task.loss_type in _TOKEN_LABELS:
+                fits = fits and t.shape[1] <= self.max_tokens
+            elif t.shape[1:] != wanted.shape[1:]:
+                fits = False
+            if not fits:
+                raise TransferError(f"{name} is {t.dtype} {tuple(t.shape)} for {samples} samples")
+            if t.is_floating_point():
+                if not bool(t.isfinite().all()):
+                    raise TransferError(f"{name} holds NaN or infinity")
+            elif self.task.loss_type in LANGUAGE_MODELS and self.vocab_size:
+                wrong = t[(t != -100) & ((t < 0) | (t >= self.vocab_size))]
+                if len(wrong):
+                    raise TransferError(f"{name} has a token {int(wrong[0])}, the vocabulary has {self.vocab_size}")
+        self.task.check_labels(dict(labels), "the client")
+
+    def _check_context(self, context: Mapping[str, Tensor], shape: torch.Size) -> None:
+        shipped = {f"block.{path}" for path in self.cut.shipped}
+        for name, t in context.items():
+            known = name in ("position_ids", "padding", *self.cut.crossing) or name in shipped
+            if not known and not name.endswith("attention_mask"):
+                raise TransferError(f"{name} is nothing that crosses this cut")
+            if name not in shipped and (not 2 <= t.dim() <= 4 or len(t) not in (1, shape[0])):
+                raise TransferError(f"{name} has shape {tuple(t.shape)} for {shape[0]} samples")
+            if t.is_floating_point() and bool(t.isnan().any()):
+                raise TransferError(f"{name} holds NaN")
+            if name == "position_ids" and not bool(((t >= 0) & (t < self.max_tokens)).all()):
+                raise TransferError(f"{name} reaches beyond the {self.max_tokens} positions of the model")
+        mask = context.get("attention_mask")
+        if mask is not None and mask.shape == shape[:2] and not bool(mask.bool().any(1).all()):
+            raise TransferError("a sample is padding only")
+
+    def _check_raw_shapes(self, shapes: Mapping[str, tuple[int, ...]], shape: torch.Size) -> None:
+        """Refuse raw inputs whose placeholders would be larger than the activations justify."""
+        text = self.example.shapes.get("input_ids") is not None
+        for name, raw in shapes.items():
+            size = math.prod(raw)
+            if any(length < 0 for length in raw) or raw[:1] not in ((1,), (shape[0],)):
+                raise TransferError(f"raw inputs {name} of shape {raw} do not fit {shape[0]} samples")
+            if (text and size > shape[0] * self.max_tokens) or size > _LARGEST_RATIO * math.prod(shape) + 2**20:
+                raise TransferError(f"raw inputs {name} of shape {raw} are too large for these activations")
 
     def exchange(self, sent: Exchange[SmashedData], count: int) -> None:
         """Refuse an exchange of another number of batches, without activations, or with numbers that are not finite."""
@@ -71,8 +115,8 @@ class UploadCheck:
                 raise TransferError(f"batch {place} has no activations")
             shape = packed.tensors["activations"].shape
             for name, part in packed.tensors.items():
-                if part.shape != shape:
-                    raise TransferError(f"{name} of batch {place} has shape {tuple(part.shape)}")
+                if part.shape != shape or part.dtype not in self.dtypes:
+                    raise TransferError(f"{name} of batch {place} is {part.dtype} {tuple(part.shape)}")
                 values = part.values.read() if isinstance(part.values, Mapped) else part.values
                 if not all(bool(t.isfinite().all()) for t in (values, part.scale) if t is not None):
                     raise TransferError(f"the {name} of batch {place} hold NaN or infinity")
@@ -101,8 +145,10 @@ def copy_checked(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) ->
         target.copy_(values[name])
 
 
-def check_observed(found: Mapping[str, Any]) -> None:
-    """Refuse reports that are no lists of numbers."""
+def check_observed(found: Mapping[str, Tensor], most: int) -> None:
+    """Refuse reports that are no short lists of finite numbers."""
     for name, t in found.items():
-        if not re.fullmatch(r"[a-z_]{1,40}", name) or t.dim() != 1 or t.dtype != torch.float32:
+        if name not in _OBSERVED or t.dim() != 1 or t.dtype != torch.float32 or len(t) > most:
             raise TransferError(f"a report {name[:40]!r} is {t.dtype} {tuple(t.shape)}")
+        if not bool(t.isfinite().all()):
+            raise TransferError(f"the report {name} holds NaN or infinity")

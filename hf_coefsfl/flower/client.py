@@ -7,6 +7,7 @@ two only copy bytes and load nothing of PyTorch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -140,5 +141,6 @@ def _echo(header: dict[str, Any]) -> dict[str, Any]:
 def _forget_old_rounds(folder: Path) -> None:
     """Delete what rounds that never ended have left here a day ago or more: smashed data should not lie about."""
     for other in folder.parent.iterdir():
-        if time.time() - other.stat().st_mtime > _KEPT:
-            shutil.rmtree(other, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another node may be at it
+            if time.time() - other.stat().st_mtime > _KEPT:
+                shutil.rmtree(other)

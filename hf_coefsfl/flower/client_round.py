@@ -45,7 +45,7 @@ class ClientRound:
         self.round_index, self.sequence = whole(header, "round"), whole(header, "sequence")
         self.token = text(header, "token")
         learning_rate = header.get("learning_rate")
-        if not isinstance(learning_rate, float) or not 0 < learning_rate < float("inf"):
+        if not isinstance(learning_rate, float) or not 0 <= learning_rate < float("inf"):
             raise TransferError(f"the learning rate is {learning_rate!r}")
         self.method: Method = node.methods.of_round(self.round_index)
         self.store = Store(

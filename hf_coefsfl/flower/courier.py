@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Waiting
 from typing import Any
@@ -49,6 +50,7 @@ class Courier:
 
     def __init__(self, grid: Grid):
         self.grid = grid
+        self.broken: Exception | None = None  # what Flower itself raised: no client's fault
 
     def nodes(self) -> list[int]:
         """Return the nodes that are there."""
@@ -61,26 +63,25 @@ class Courier:
         left = deadline.left()
         group = str(header["round"] + 1) if "round" in header else ""
         message = Message(content(header, chunk), node, kind, ttl=left + 60, group_id=group)
-        (number,) = self.grid.push_messages([message])
-        if not number:
-            raise Unanswered("Flower could not send the message")
-        del message, chunk
         answered: Future[Message] = Future()
-        # A thread of its own: pulling waits for a payload that a lost client may never finish.
-        threading.Thread(target=self._pull, args=(number, answered, deadline), daemon=True).start()
-        while True:
-            try:
-                reply = answered.result(timeout=min(deadline.left(), 0.5))
-                break
-            except Waiting:
-                continue
-        return self._checked(reply, node, header)
+        # A thread of its own: Flower tries for long to reach the SuperLink, and waits for a payload that a lost client
+        # may never finish.
+        threading.Thread(target=self._carry, args=([message], answered, deadline), daemon=True).start()
+        del message, chunk
+        while not answered.done():
+            with contextlib.suppress(Waiting):
+                answered.exception(timeout=min(deadline.left(), 0.5))
+        return self._checked(answered.result(), node, header)
 
-    def _pull(self, number: str, answered: Future[Message], deadline: Deadline) -> None:
+    def _carry(self, messages: list[Message], answered: Future[Message], deadline: Deadline) -> None:
         pause = _POLL
         try:
+            (number,) = self._tried(self.grid.push_messages, messages)
+            messages.clear()
+            if not number:
+                raise Unanswered("Flower could not send the message")
             while deadline.left() > 0:
-                found = list(self.grid.pull_messages([number]))
+                found = self._tried(self.grid.pull_messages, [number])
                 if found:
                     if len(found) > 1:
                         logger.warning("%d answers came to one message; the first counts.", len(found))
@@ -90,6 +91,14 @@ class Courier:
                 pause = min(pause * 1.5, _LONGEST_POLL)
         except Exception as error:
             answered.set_exception(error)
+
+    def _tried(self, function: Callable[[Any], Iterable[Any]], argument: Any) -> list[Any]:
+        """Call Flower; what it raises ends the run, as it would for every client."""
+        try:
+            return list(function(argument))
+        except Exception as error:
+            self.broken = error
+            raise
 
     def _checked(self, reply: Message, node: int, header: Mapping[str, Any]) -> RecordDict:
         if reply.has_error():

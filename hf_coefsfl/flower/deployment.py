@@ -6,17 +6,19 @@ import logging
 import math
 import shutil
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate import Accelerator
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..config import SplitFedConfig
 from ..exchange import Store
-from ..fedavg import flatten
+from ..fedavg import flatten, unflatten_
 from ..ledger import ClientReport
 from ..links import synchronize
 from ..local_training import set_mode
@@ -31,7 +33,7 @@ from .checks import UploadCheck
 from .courier import Cancelled, Courier, Deadline
 from .link import FlowerLink, Turn, snapshot
 from .options import DeploymentOptions
-from .roster import Roster
+from .roster import Roster, one_line
 
 logger = logging.getLogger(__name__)
 NOT_NEEDED = "not needed, enough others have answered"
@@ -39,7 +41,19 @@ _FOLDER = ".exchange"  # in the output folder: payloads that are being received
 
 
 class Deployment(ServerRounds):
-    """The server's half computes for one client after the other, while the clients work and send at the same time."""
+    """The server's half computes for one client after the other, while the clients work and send at the same time.
+
+    Args:
+        split: the model.
+        task: what it is trained for.
+        roster: the clients.
+        courier: who reaches them.
+        args: the configuration.
+        options: of the deployment.
+        accelerator: of the trainer.
+        labels: of a batch of one sample, of the form that clients must send.
+        max_tokens: of a sample, where the task says so.
+    """
 
     clients: Roster
 
@@ -52,6 +66,8 @@ class Deployment(ServerRounds):
         args: SplitFedConfig,
         options: DeploymentOptions,
         accelerator: Accelerator,
+        labels: Mapping[str, Tensor],
+        max_tokens: int | None = None,
     ):
         super().__init__(split, task, roster, args, accelerator)
         self.roster, self.courier, self.options = roster, courier, options
@@ -60,11 +76,15 @@ class Deployment(ServerRounds):
         self.folder = Path(args.output_dir or ".") / _FOLDER
         config: Any = unwrapped(split.model).config.get_text_config()
         tokens = math.prod(self.example.activations.shape[1:-1])
+        dtype = self.example.activations.dtype
         self.check = UploadCheck(
             task,
+            split.client.cut,
             self.example,
+            labels,
+            (dtype, torch.bfloat16) if args.bf16 else (dtype,),
             args.per_device_train_batch_size,
-            max(tokens, getattr(config, "max_position_embeddings", None) or 0),
+            max_tokens or max(tokens, getattr(config, "max_position_embeddings", None) or 0),
             getattr(config, "vocab_size", None),
         )
         if any(self.methods.of_round(t).exchanges_each_batch() for t in range(args.num_rounds)):
@@ -82,15 +102,19 @@ class Deployment(ServerRounds):
         """Return where the exchange of a client's round is kept: a chunk of it in memory unless told otherwise."""
         limit = self.args.exchange_memory_limit
         assert not isinstance(limit, str)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         limit = self.chunk_size if limit is None else limit
         return Store(self.args.exchange_dtype, limit, self.folder, *self.ignored_padding)
 
     def run_round(self, round_index: int, learning_rate: float, progress: bool = False) -> dict[int, ClientReport]:
         """Train the sampled clients from the global weights, average, and return their reports in client order."""
         shutil.rmtree(self.folder, ignore_errors=True)  # what a kill may have left
-        self.folder.mkdir(parents=True)
-        self.roster.wait_for(self.options.min_clients, self.options.round_timeout)
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not self.roster.wait_for(self.options.min_clients, self.options.round_timeout):
+            raise RuntimeError(
+                f"Round {round_index + 1}: {len(self.roster.online())} of at least {self.options.min_clients} clients "
+                f"are there after {self.options.round_timeout:g} s. Start the run again to go on from its checkpoint."
+            )
         needed, clients = self.sample(round_index)
         set_mode(self.split.server, self.args)
         initial = flatten(self.parameters)
@@ -107,8 +131,8 @@ class Deployment(ServerRounds):
             outcome = self._run_client(round_index, client, learning_rate, deadlines[client], turn, weights, start)
             with finished:
                 outcomes[client] = outcome
-                bar.update()
                 finished.notify()
+                bar.update()
 
         with preserved_random_state():
             for client in clients:
@@ -119,8 +143,11 @@ class Deployment(ServerRounds):
                     if sum(report.failure is None for report, _ in outcomes.values()) >= needed:
                         for client in clients:
                             deadlines[client].cancelled.set()
-                    finished.wait()
+                    finished.wait(1.0)
         bar.close()
+        if self.courier.broken is not None:  # the weights and checkpoints are those of the round before
+            unflatten_(self.parameters, initial)
+            raise self.courier.broken
         reports = {client: outcomes[client][0] for client in clients}
         for client in [c for c in clients if reports[c].failure == NOT_NEEDED]:
             logger.info("Round %d, client %s: %s.", round_index + 1, self.clients.name(client), NOT_NEEDED)
@@ -158,7 +185,7 @@ class Deployment(ServerRounds):
         """Return a client's report and its trained weights, client then server, if it came through."""
         member = self.roster.members[client]
         try:
-            with turn.taken(start):
+            with turn.taken(client, start):
                 link = self._link(round_index, client, learning_rate, deadline, turn, weights)
                 side = self.server_side(link.setting, learning_rate)
                 self.methods.of_round(round_index).round(link, side)
@@ -167,14 +194,13 @@ class Deployment(ServerRounds):
                 synchronize(self.args.device)
                 trained = [*(link.trained[name] for name in self.client_parameters), *self.server_parameters.values()]
                 flat = flatten([t.to(self.args.device) for t in trained])
-            seconds = link.client_seconds + turn.seconds[threading.get_ident()]
+            seconds = link.client_seconds + turn.seconds[client]
             return ClientReport.of(link, side, seconds, member.num_samples), flat
         except Cancelled:
             return ClientReport.of_absent(NOT_NEEDED, member.num_samples), None
         except Exception as error:
             deadline.cancelled.set()  # what still goes on in the background ends, too
-            reason = " ".join(str(error).split())[:500].rstrip(".")
-            return ClientReport.of_absent(f"{type(error).__name__}: {reason}", member.num_samples), None
+            return ClientReport.of_absent(f"{type(error).__name__}: {one_line(error)}", member.num_samples), None
 
     def _link(
         self,

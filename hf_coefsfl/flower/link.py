@@ -27,6 +27,8 @@ from .channel import Channel
 from .checks import UploadCheck, check_observed, check_tensors
 from .transfers import TransferError, whole
 
+_REPORT = 2**23  # bytes: room for the losses that come with the trained weights, and the names of all
+
 
 class Turn:
     """The server half computes for one client at a time, with that client's weights in it.
@@ -37,24 +39,24 @@ class Turn:
     def __init__(self, parameters: Sequence[nn.Parameter]):
         self.parameters = list(parameters)
         self._lock = threading.Lock()
-        self._since: dict[int, float] = {}
-        self.seconds: dict[int, float] = {}  # for which each thread had its turn
+        self._since = 0.0
+        self.seconds: dict[int, float] = {}  # for which each client had its turn
 
     @contextmanager
-    def taken(self, weights: Tensor) -> Iterator[None]:
-        """Compute with these weights."""
+    def taken(self, client: int, weights: Tensor) -> Iterator[None]:
+        """Compute for a client with these weights."""
         with self._lock:
             self._begin(weights)
             try:
                 yield
             finally:
-                self._end()
+                self._end(client)
 
     @contextmanager
-    def given_up(self) -> Iterator[None]:
-        """Let others compute; at the end this thread's weights are back."""
+    def given_up(self, client: int) -> Iterator[None]:
+        """Let others compute; at the end this client's weights are back."""
         weights = flatten(self.parameters)
-        self._end()
+        self._end(client)
         self._lock.release()
         try:
             yield
@@ -64,11 +66,10 @@ class Turn:
 
     def _begin(self, weights: Tensor) -> None:
         unflatten_(self.parameters, weights)
-        self._since[threading.get_ident()] = time.perf_counter()
+        self._since = time.perf_counter()
 
-    def _end(self) -> None:
-        me = threading.get_ident()
-        self.seconds[me] = self.seconds.get(me, 0.0) + time.perf_counter() - self._since[me]
+    def _end(self, client: int) -> None:
+        self.seconds[client] = self.seconds.get(client, 0.0) + time.perf_counter() - self._since
 
 
 class FlowerLink:
@@ -131,7 +132,7 @@ class FlowerLink:
         return sent
 
     def _fetch(self, asked: list[int] | None) -> Exchange[SmashedData]:
-        with self.turn.given_up():
+        with self.turn.given_up(self.setting.client):
             path = self._step([{"do": "upload", "batches": asked}])
             if path is None:
                 raise TransferError("smashed data was asked for, none came")
@@ -141,6 +142,7 @@ class FlowerLink:
                 self.setting.store,
                 lambda _, message: kept_positions(self.check.sound(message), self.check.task),
                 self.setting.device,
+                most=self.num_samples,
             )
             path.unlink()  # an open file stays
             assert self._num_batches is not None  # a step tells it
@@ -162,6 +164,8 @@ class FlowerLink:
             packed = messages if isinstance(messages, Exchange) else self._pack(messages, batches)
             self.meter.transfers += 1
             self.meter.count(self.meter.down, packed)
+            if self._payload is not None:
+                raise RuntimeError("A round script sent two updates without an upload between them.")
             self._payload = self.channel.file("to")
             write_exchange(packed, self._payload)
         self._waiting.append({"do": "update", "batches": None if batches is None else list(batches)})
@@ -170,14 +174,15 @@ class FlowerLink:
 
     def finish(self) -> None:
         """Wait for the trained weights of the client, which `trained` then holds."""
-        with self.turn.given_up():
+        with self.turn.given_up(self.setting.client):
             if self._finishing is None:
                 self._finish()
             else:
                 self._finishing.result()
 
     def _finish(self) -> None:
-        path = self._step([{"do": "finish"}])
+        own = sum(t.numel() * t.element_size() for t in (self.weights.adapters | self.weights.auxiliary).values())
+        path = self._step([{"do": "finish"}], limit=2 * own + _REPORT)
         if path is None:
             raise TransferError("trained weights were asked for, none came")
         found: dict[str, dict[str, Tensor]] = {"adapters": {}, "kept": {}, "observed": {}}
@@ -193,7 +198,8 @@ class FlowerLink:
             found[kind][rest] = t
         check_tensors(self.weights.adapters, found["adapters"])
         check_tensors(self.weights.auxiliary, found["kept"])
-        check_observed(found["observed"])
+        most = 8 * (self.local_epochs + 1) * (self._num_batches or 0) + len(self.weights.adapters)
+        check_observed(found["observed"], most)
         self.trained, self.kept = found["adapters"], found["kept"]
         self.observed.values = {name: list(t.unbind()) for name, t in found["observed"].items()}
         self.federate(self.weights.adapters, self.weights.auxiliary)
@@ -203,13 +209,13 @@ class FlowerLink:
         for direction in (self.meter.down, self.meter.up):
             self.meter.count(direction, Parameters(dict(adapters), dict(auxiliary)))
 
-    def _step(self, calls: list[dict[str, Any]]) -> Path | None:
+    def _step(self, calls: list[dict[str, Any]], limit: int | None = None) -> Path | None:
         payload, self._payload = self._payload, None
         calls, self._waiting = [*self._waiting, *calls], []
         if self.channel.sequence == 0:
             payload = self.channel.file("weights")
             payload.write_bytes(self.weights.to_bytes())
-        answer, received = self.channel.step(calls, payload)
+        answer, received = self.channel.step(calls, payload, limit)
         count, samples = whole(answer, "num_batches"), whole(answer, "num_samples")
         if samples != self.num_samples:
             raise TransferError(f"the client has {samples} samples now, it had {self.num_samples}")

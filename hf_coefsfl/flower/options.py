@@ -18,6 +18,14 @@ from ..tasks import TASKS, FineTuningTask, TaskArguments
 _DEFAULTS = {"on_client_failure": "skip", "resume_from_checkpoint": "last", "save_steps": 1}
 
 
+_REFUSED = {
+    "staleness_probe": "it needs both sides in one process; use a simulation",
+    "count_flops": "it needs both sides in one process; use a simulation",
+    "client_dropout_rate": "real clients drop out by themselves",
+    "torch_compile": "a client's process lives for one message only",
+}
+
+
 @dataclass
 class DeploymentOptions:
     """What a deployed run needs to know beyond what a simulated one does. Every field may stand in the run config."""
@@ -73,6 +81,8 @@ def read_run_config(given: Mapping[str, Any]) -> RunOptions:
     An empty text stands for an option that is not given, as every key must have a value in a run config.
     """
     found: dict[str, Any] = _DEFAULTS | {key.replace("-", "_"): value for key, value in given.items() if value != ""}
+    if "hub_token" in found:
+        raise ValueError("hub_token would go to every client. Set HF_TOKEN where the server runs.")
     ours = {f.name for f in fields(DeploymentOptions)}
     deployment = DeploymentOptions(**{name: value for name, value in found.items() if name in ours})
     half = found.pop("client_half", None)
@@ -89,8 +99,9 @@ def read_run_config(given: Mapping[str, Any]) -> RunOptions:
             _, arguments, config = parse_options(task, argv=argv, prog="run config")
     except SystemExit:
         raise ValueError(said.getvalue().strip()) from None
-    if config.staleness_probe or config.count_flops:
-        raise ValueError("staleness_probe and count_flops need both sides in one process: use a simulation.")
+    for name, why in _REFUSED.items():
+        if getattr(config, name):
+            raise ValueError(f"{name}={getattr(config, name)!r} cannot be deployed: {why}.")
     if not config.make_method().deployable:
         raise ValueError(
             f"method={config.method!r} cannot be deployed: its clients hold a copy of blocks of the server. Use a "

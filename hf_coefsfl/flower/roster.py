@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from .transfers import PROTOCOL, TransferError, header_of, text, whole
 
 logger = logging.getLogger(__name__)
 _MOST_SAMPLES = 2**40
-_GRACE, _PATIENCE = 60.0, 3600.0  # seconds: how long rounds wait for an introduction, and how long it may take
+# Seconds: how long rounds wait for an introduction, how long it may take, and when one that failed is asked for again.
+_GRACE, _PATIENCE, _AGAIN = 60.0, 3600.0, 120.0
+_MOST_CLIENTS = 10**6
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,14 @@ class Roster:
     def __init__(self, courier: Courier, half: str, num_clients: int | None):
         self.courier, self.half, self._num_clients = courier, half, num_clients
         self.members: dict[int, Member] = {}
-        self._refused: set[int] = set()
+        self._refused: dict[int, float] = {}  # nodes, and when they are asked again
         self._asked: dict[int, float] = {}  # since when nodes are asked who they are
         self._answers: dict[int, Any] = {}
         self._online: set[int] = set()
+
+    def close(self) -> None:
+        """Fix the number of clients, where it was not given: as many as are there now."""
+        self._num_clients = len(self)
 
     def __len__(self) -> int:
         """Return the number of clients of the run."""
@@ -65,7 +72,7 @@ class Roster:
 
         Those who are being asked who they are get some time to answer, and are taken on later if they need more.
         """
-        end, told = time.monotonic() + seconds, 0.0
+        end, told = time.monotonic() + seconds, time.monotonic()
         while True:
             self.refresh()
             there = len(self.online())
@@ -77,12 +84,15 @@ class Roster:
             if there < least and now - told > 60:
                 told = now
                 logger.warning("%d of at least %d clients are there; waiting for the others.", there, least)
-            time.sleep(0.2)
+            time.sleep(1.0 if there < least else 0.2)
 
     def refresh(self) -> None:
         """Look who is there, ask those who are new who they are, and take on those who have answered."""
         self._online = set(self.courier.nodes())
-        known = {member.node for member in self.members.values()} | self._refused | self._asked.keys()
+        self._refused = {
+            node: until for node, until in self._refused.items() if node in self._online and time.monotonic() < until
+        }
+        known = {member.node for member in self.members.values()} | self._refused.keys() | self._asked.keys()
         for node in sorted(self._online - known):
             self._asked[node] = time.monotonic()
             threading.Thread(target=self._ask, args=(node,), daemon=True).start()
@@ -94,8 +104,10 @@ class Roster:
                     raise answer
                 self._admit(node, answer)
             except Exception as error:
-                self._refused.add(node)
-                logger.warning("Node %d is not taken on: %s.", node, " ".join(str(error).split())[:500].rstrip("."))
+                # What it says of itself does not change while it is there; an error may pass.
+                again = math.inf if isinstance(error, TransferError) else time.monotonic() + _AGAIN
+                self._refused[node] = again
+                logger.warning("Node %d is not taken on: %s.", node, one_line(error))
 
     def _ask(self, node: int) -> None:
         try:
@@ -108,7 +120,7 @@ class Roster:
         client, name, samples = whole(header, "client"), text(header, "name"), whole(header, "num_samples")
         if text(header, "version") != __version__:
             raise TransferError(f"it runs hf_coefsfl {header['version']!r}, the server {__version__}")
-        if client < 0 or (self._num_clients is not None and client >= self._num_clients):
+        if not 0 <= client < (self._num_clients or _MOST_CLIENTS):
             raise TransferError(f"it says it is client {client}, the run has {self._num_clients}")
         if not 1 <= samples <= _MOST_SAMPLES:
             raise TransferError(f"it says it has {samples} samples")
@@ -116,10 +128,19 @@ class Roster:
             raise TransferError("its name is empty, too long, or not printable")
         if text(header, "half") != self.half:
             raise TransferError("its half of the model is not this run's: give it the folder of `coefsfl split`")
+        taken = {other: {member.name, str(other)} for other, member in self.members.items() if other != client}
+        if any(name in names for names in taken.values()):
+            raise TransferError(f"it says it is called {name!r}, which another client is")
         present = self.members.get(client)
         if present is not None and present.node in self._online:
             raise TransferError(f"it says it is client {client}, which is node {present.node}")
         self.members[client] = Member(node, name, samples)
+
+
+def one_line(error: Exception) -> str:
+    """Return what an error says, fit for a log: printable, on one line, not endless."""
+    words = " ".join(str(error).split())
+    return "".join(c if c.isprintable() else "?" for c in words)[:500].rstrip(".")
 
 
 def _is_printable(name: str) -> bool:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
+from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from ..recipe import checkpoint_of, complete, make_trainer
+from ..rounds import num_sampled
 from ..trainer import SplitFedTrainer
 from .client_node import fingerprint
 from .courier import Courier
@@ -27,8 +30,8 @@ server_app = ServerApp()
 class DeployedTrainer(SplitFedTrainer):
     """A `SplitFedTrainer` without training data: clients have it, and train their half themselves."""
 
-    def connect(self, courier: Courier, options: DeploymentOptions) -> None:
-        """Wait for the clients; from here on the trainer can train."""
+    def connect(self, courier: Courier, options: DeploymentOptions, max_tokens: int | None = None) -> None:
+        """Wait for the clients, whose samples have at most `max_tokens`; from here on the trainer can train."""
         roster = Roster(courier, fingerprint(self.split.client), self.args.num_clients)
         if not roster.wait_for(options.min_clients, options.start_timeout):
             raise ValueError(
@@ -36,8 +39,25 @@ class DeployedTrainer(SplitFedTrainer):
                 f"{options.start_timeout:g} s. Look at the logs of the SuperNodes, start more of them, or lower "
                 "min_clients."
             )
+        roster.close()
+        asked = math.ceil(num_sampled(len(roster), self.args.participation) * (1 + options.over_sampling))
+        if asked < options.min_clients:
+            raise ValueError(
+                f"A round would ask {asked} of {len(roster)} clients (participation={self.args.participation:g}), and "
+                f"min_clients={options.min_clients} must be left: no round could change anything. Raise the one or "
+                "lower the other."
+            )
         self.clients = roster
-        self.simulation = Deployment(self.split, self.task, roster, courier, self.args, options, self.accelerator)
+        self.simulation = Deployment(
+            self.split, self.task, roster, courier, self.args, options, self.accelerator, self._labels(), max_tokens
+        )
+
+    def _labels(self) -> dict[str, Tensor]:
+        """Return the labels of a batch of one sample of the evaluation data."""
+        data: Any = self.eval_dataset
+        data = next(iter(data.values())) if isinstance(data, dict) else data
+        batch = self.data_collator([data[0]])
+        return {name: batch[name] for name in self.label_names if name in batch}
 
 
 @server_app.main()
@@ -57,7 +77,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any]) -> DeployedTrainer:
     checkpoint = checkpoint_of(config)
     job = options.task(options.arguments)
     trainer, evaluated = make_trainer(job, config, DeployedTrainer, train=False)
-    trainer.connect(Courier(grid), options.deployment)
+    trainer.connect(Courier(grid), options.deployment, getattr(options.arguments, "max_length", None))
     logger.info("%d clients; results go to %s.", len(trainer.clients or ()), Path(str(config.output_dir)).absolute())
     complete(trainer, job, evaluated, checkpoint)
     return trainer

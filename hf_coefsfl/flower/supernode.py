@@ -8,24 +8,35 @@ the security and the results are the same.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import os
 import secrets
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flwr.supercore.address import resolve_bind_address
 from flwr.supercore.constant import TASK_TYPE_TO_APPIO_API_ADDRESS_ARG, TaskType
 from flwr.supercore.superexec import run_superexec as superexec
 from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult, SubprocessExecutor
 from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
 
+_PR_SET_PDEATHSIG = 1  # of Linux' prctl
+_ELSEWHERE = ("--isolation", "--clientappio-api-address", "--appio-ssl-ca-certfile", "--superexec-auth-secret-file")
+
 
 class ForkExecutor(SubprocessExecutor):
     """Runs each message in a fork of this process."""
+
+    def __init__(self, secret: Path) -> None:
+        self._secret, self._forks = secret, set[int]()
 
     def launch(self, spec: ExecutionSpec) -> LaunchResult:
         """Start the ClientApp for one message."""
@@ -37,19 +48,18 @@ class ForkExecutor(SubprocessExecutor):
             arguments.append("--insecure")
         elif spec.root_certificates_path is not None:
             arguments += ["--root-certificates", spec.root_certificates_path]
+        self._secret.unlink(missing_ok=True)  # the SuperNode has read it by now
         sys.stdout.flush()
         sys.stderr.flush()
-        if os.fork() == 0:
+        fork = os.fork()
+        if fork == 0:
             _become_client_app(arguments)
+        self._forks.add(fork)
         return LaunchResult.accepted()
 
     def reconcile(self) -> None:
         """Take note of forks that have ended."""
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            pass
+        self._forks -= {fork for fork in self._forks if os.waitpid(fork, os.WNOHANG)[0]}
 
 
 def _become_client_app(arguments: list[str]) -> None:
@@ -60,7 +70,9 @@ def _become_client_app(arguments: list[str]) -> None:
         sys.argv = ["flwr-clientapp", *arguments]
         flwr_clientapp()
     except SystemExit as left:
-        status = left.code if isinstance(left.code, int) else 0
+        status = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -72,46 +84,62 @@ def _preload() -> None:
     from . import client, client_node, client_round  # noqa: F401
 
 
+def _end_with_parent() -> None:
+    """Have this process end when the one that started it does, where the system can."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Start a SuperNode, and what it runs its messages with."""
     given = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", default="9094")
-    parser.add_argument("--isolation")
     parser.add_argument("--ssl-ca-certfile")
     known, _ = parser.parse_known_args(given)
     if {"-h", "--help", "-V", "--version"} & set(given):
         return subprocess.call(["flower-supernode", *given])
-    if known.isolation is not None:
-        print("error: --isolation is set by this command; use flower-supernode to choose it.", file=sys.stderr)
-        return 2
+    for word in given:
+        if word.partition("=")[0] in _ELSEWHERE:
+            print(f"error: {word} is set by this command; flower-supernode itself takes it.", file=sys.stderr)
+            return 2
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder) / "secret"  # by which the SuperNode knows who may run its messages
         secret.touch(mode=0o600)
         secret.write_bytes(secrets.token_bytes(32))
         node = subprocess.Popen(
-            ["flower-supernode", *given, "--isolation", "process", "--superexec-auth-secret-file", str(secret)]
+            ["flower-supernode", *given, "--isolation", "process", "--superexec-auth-secret-file", str(secret)],
+            preexec_fn=_end_with_parent,
         )
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        threading.Thread(target=_end_with, args=(node,), daemon=True).start()
         os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")  # a look costs nothing here
         try:
             _preload()
-            superexec.get_executor = lambda *_, **__: ForkExecutor()
+            superexec.get_executor = lambda *_, **__: ForkExecutor(secret)
             superexec.run_superexec(
-                runtime_api_address=f"{known.host}:{known.port}",
+                runtime_api_address=resolve_bind_address(f"{known.host}:{known.port}"),
                 insecure=known.ssl_ca_certfile is None,
                 root_certificates_path=known.ssl_ca_certfile,
                 superexec_auth_secret=secret.read_bytes(),
-                parent_pid=node.pid,  # when the SuperNode ends, so does this
                 runtime_dependency_install=False,
             )
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
             pass
         finally:
             node.terminate()
-            node.wait(30)
-    return 0
+            try:
+                node.wait(3)
+            except subprocess.TimeoutExpired:
+                node.kill()
+    return max(node.wait(), 0)  # below 0: by the signal that this process was sent, too
+
+
+def _end_with(node: subprocess.Popen[bytes]) -> None:
+    """End this process when the SuperNode does."""
+    node.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -68,14 +68,16 @@ def header_of(records: RecordDict) -> dict[str, Any]:
     return dict(records[_HEADER])
 
 
-def chunk_of(records: RecordDict) -> bytes:
-    """Return the chunk of a message."""
+def chunk_of(records: RecordDict, limit: int | None = None) -> bytes:
+    """Return the chunk of a message, which may have so many bytes."""
     payload = records.get(_PAYLOAD)
     if not isinstance(payload, ArrayRecord) or list(payload) != [_CHUNK]:
         raise TransferError("the message has no chunk")
     array = payload[_CHUNK]
     if (array.dtype, array.stype, tuple(array.shape)) != ("uint8", "bytes", (len(array.data),)):
         raise TransferError(f"a chunk is declared as {array.stype}, {array.dtype}, {array.shape}")
+    if limit is not None and len(array.data) > limit:
+        raise TransferError(f"a chunk has {len(array.data)} bytes, {limit} were asked for")
     return bytes(array.data)
 
 
