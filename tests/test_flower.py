@@ -282,11 +282,8 @@ FAULTS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
     "labels of another type": (labels_or(lambda t: t.float()), "labels is torch.float32|seconds"),
     "labels of another shape": (labels_or(lambda t: t[:, None].clone()), "labels is torch.int64|seconds"),
     "labels beyond the classes": (labels_or(lambda t: t + 7), "outside 0..1|seconds"),
-    "strange context": (
-        added("0.context.output_attentions", torch.ones(1, 1)),
-        "crosses this cut|trained weights hold",
-    ),
-    "padding only": (added("0.context.attention_mask", torch.zeros(2, 1)), "'|trained weights hold"),
+    "strange context": (added("0.context.output_attentions", torch.ones(1, 1)), "crosses this cut|weights hold"),
+    "another mask": (added("0.context.attention_mask", torch.zeros(2, 5)), "0.activations has shape|only|weights hold"),
     "missing": (lambda m, r: reply_with(m, r, lambda t: t.pop(sorted(t)[0])), "KeyError|tensors came instead of"),
 }
 
