@@ -20,7 +20,7 @@ quickstart: ## train a small split model from end to end, on a CPU in minutes
 		recipes/quickstart.py $(ARGS)
 
 test: ## run the tests (ARGS="-k partition" for some)
-	@$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n 2 $(ARGS)
+	@$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: ## check style, formatting and types
 	@$(IN_VENV) sh -c 'failed=0; for check in "ruff check ." "ruff format --check ." mypy; do $$check || failed=1; done; exit $$failed'

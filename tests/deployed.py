@@ -100,7 +100,7 @@ class Site:
     def run_config(self, **changes: Any) -> dict[str, Any]:
         """Return Flower's run config."""
         ours = self.options(dataset_name=str(self.folder / "test"), output_dir=self.new_folder("deployed")) | changes
-        return {"task": self.task, "min_clients": 1, "round_timeout": 60.0, "start_timeout": 60.0} | ours
+        return {"task": self.task, "min_clients": 1, "round_timeout": 250.0, "start_timeout": 250.0} | ours
 
     def make_half(self, cut: int = 1) -> None:
         """Write the clients' half, where it is not there."""

@@ -340,7 +340,7 @@ def test_the_files_of_a_run_are_predicted(tiny: CostModel, name: str, tmp_path: 
 
 def test_the_command_tells_what_a_run_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_vit().save_pretrained(tmp_path)
-    command = ["cost", "--model", str(tmp_path), "--methods", "vanilla", "reuse", "--num-samples", "8"]
+    command = ["cost", "--model", str(tmp_path), "--methods", "vanilla", "reuse", "--num-samples", "128"]
     assert main([*command, "--rounds", "3", "--clients-per-round", "2", "--exchange-dtype", "int8"]) == 0
     rounds, title, run = capsys.readouterr().out.strip().split("\n\n")
     assert rounds.count("\n") == run.count("\n") == 3

@@ -32,7 +32,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 @pytest.mark.parametrize("method", sorted(name for name in METHODS if METHODS[name].deployable))
 def test_the_network_changes_nothing(site: Site, method: str) -> None:
-    options = {"method": method, "method_kwargs": json.dumps(FEWER_PASSES.get(method, {}))}
+    options: dict[str, Any] = {"method": method, "method_kwargs": json.dumps(FEWER_PASSES.get(method, {}))}
+    if method not in ("acc_sfl", "coef_j", "gas", "vanilla"):  # the others keep nothing over rounds but the weights
+        options["num_rounds"] = 1
     simulated = site.simulated(**options)
     deployed, _ = site.deployed(**options)
     assert same(weights(simulated), weights(deployed))
@@ -321,29 +323,18 @@ def test_the_others_go_on(
     assert not (Path(str(trainer.args.output_dir)) / ".exchange").exists()
 
 
-def test_a_client_that_disappears(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    """The round ends at its timeout; the client is asked again in the next."""
-
-    def fault(node: int, message: Message, reply: Message) -> Any:
-        lost = node == 101 and header_of(message.content).get("sequence") == 1
-        return None if lost and message.metadata.group_id == "1" else reply
-
-    trainer, _ = site.deployed(fault, round_timeout=8.0)
-    assert "Round 1, client 1: Unanswered: no answer within 8 s. It is left out of the average." in caplog.text
-    assert [e["round"] for e in trainer.ledger.entries if "failure" in e] == [1]
-
-
 def test_a_late_answer_is_not_waited_for(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    """It comes after the timeout; the next round takes the client on again."""
+    """A client is gone in the middle of a round and comes back after its timeout: the next round takes it on again."""
     slow = [True]
 
     def fault(node: int, message: Message, reply: Message) -> Message:
-        if node == 101 and message.metadata.message_type == "train.step" and slow:
+        if node == 101 and header_of(message.content).get("sequence") == 1 and slow:
             slow.clear()
-            time.sleep(9)
+            time.sleep(25)
         return reply
 
-    trainer, _ = site.deployed(fault, round_timeout=6.0)
+    trainer, _ = site.deployed(fault, round_timeout=20.0)
+    assert "Round 1, client 1: Unanswered: no answer within 20 s. It is left out of the average." in caplog.text
     assert [e["round"] for e in trainer.ledger.entries if "failure" in e] == [1]
     assert [e["round"] for e in trainer.ledger.entries if e["client"] == "1"] == [1, 2]
 

@@ -60,5 +60,5 @@ def test_a_deployed_client_draws_its_own(tmp_path: Path) -> None:
         return "payload" in message.content and b"0.activations" in chunk_of(message.content)
 
     first, second = (sent(site.deployed(num_rounds=1, num_clients=1, smashed_noise=0.5)[1]) for _ in range(2))
-    clean = sent(site.deployed(num_rounds=1, num_clients=1)[1])
-    assert first.shape == clean.shape and 0.3 < (first - clean).std() < 0.7 and not torch.equal(first, second)
+    # Two independent draws over the same activations: their difference has a deviation of 0.5 √2.
+    assert first.shape == second.shape and 0.5 < (first - second).std() < 0.9

@@ -89,10 +89,9 @@ class GAS(GradientReuse):
             return
         smashed = client.upload()
         counts = label_counts(smashed, server.task.num_labels)
-        feedback = client.stage(
-            Feedback(adjusted_gradient(server, data, batch, counts)) for batch, data in enumerate(smashed)
+        client.update(
+            client.stage(Feedback(adjusted_gradient(server, data, batch, counts)) for batch, data in enumerate(smashed))
         )
-        client.update(feedback)
         ours = weighted(pooled(observe(data) for data in smashed), server)
         statistics = update(self._initial(server), ours)
         missing: list[list[int]] = [[] for _ in range(client.num_batches)]

@@ -30,8 +30,8 @@ class GradientReuse(Method):
     def round(self, client: ClientLink, server: ServerSide) -> None:
         """Exchange once; all feedback is computed at the round-initial server weights."""
         smashed = client.upload()
-        feedback = client.stage(self.feedback(server, data, batch) for batch, data in enumerate(smashed))
-        client.update(feedback)
+        # Nothing but the link holds the feedback, so that it is gone when the server's own updates begin.
+        client.update(client.stage(self.feedback(server, data, batch) for batch, data in enumerate(smashed)))
         server.local_updates(smashed)
 
     def feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
