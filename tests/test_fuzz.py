@@ -131,7 +131,7 @@ def build(task: str, method: str, folder: str, options: dict[str, Any]) -> Split
 
 
 @pytest.mark.slow
-@settings(max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(drawn())
 def test_any_configuration(example: Example) -> None:
     """What a refusal names is set back to its default until the rest is accepted; nothing wrong may be left then."""
