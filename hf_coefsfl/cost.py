@@ -274,7 +274,7 @@ class CostModel:
             link = CountedLink(method, client, server.counter)
             with differentiable_attention(), server.counter:
                 method.round(link, server)
-        link.federate({**ours, **method.federated()}, {})  # an averaged head is none of the paper's table
+        link.meter.federate({**ours, **method.federated()}, {})  # an averaged head is none of the paper's table
         exchanged = sum(client.initial.nbytes().values())
         numbers = {
             "transfers": link.meter.transfers,

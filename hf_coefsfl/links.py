@@ -32,6 +32,14 @@ class Meter:
         for kind, size in sent.nbytes().items():
             direction[kind] = direction.get(kind, 0) + size
 
+    def federate(self, adapters: Mapping[str, Tensor], auxiliary: Mapping[str, Tensor]) -> None:
+        """Count the weights of federated averaging: down before the round, up after it.
+
+        They are no transfers of the exchange across the cut, and the paper's table leaves them out.
+        """
+        for direction in (self.down, self.up):
+            self.count(direction, Parameters(dict(adapters), dict(auxiliary)))
+
     def add(self, other: Meter) -> None:
         """Add what another meter counted."""
         self.transfers += other.transfers
@@ -119,14 +127,6 @@ class LocalLink:
     def kept(self) -> dict[str, Tensor]:
         """What the method keeps of the client's round."""
         return self.client.kept
-
-    def federate(self, adapters: Mapping[str, Tensor], auxiliary: Mapping[str, Tensor]) -> None:
-        """Meter the weights of federated averaging: down before the round, up after it.
-
-        They are no transfers of the exchange across the cut, and the paper's table leaves them out.
-        """
-        for direction in (self.meter.down, self.meter.up):
-            self.meter.count(direction, Parameters(dict(adapters), dict(auxiliary)))
 
     @contextmanager
     def _clock(self) -> Iterator[None]:

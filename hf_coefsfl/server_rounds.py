@@ -77,7 +77,7 @@ class ServerRounds:
 
     def run_round(self, round_index: int, learning_rate: float, progress: bool = False) -> dict[int, ClientReport]:
         """Train the sampled clients from the global weights, average, and return their reports in client order."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not say how clients are reached.")
 
     def close(self) -> None:
         """Let go of what only training needs."""

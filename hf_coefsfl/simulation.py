@@ -125,7 +125,7 @@ class Simulation(ServerRounds):
         link = LocalLink(method, client_side)
         start = time.perf_counter()
         method.round(link, server_side)
-        link.federate(self.client_parameters, method.federated())
+        link.meter.federate(self.client_parameters, method.federated())
         for side in (client_side, server_side):
             side.finish()
         synchronize(self.args.device)

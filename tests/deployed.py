@@ -224,6 +224,8 @@ class LocalGrid(Grid):
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         return [reply for number in message_ids for reply in self.replies.pop(number, [])]
 
+    # What a Grid must have besides; the courier asks for none of it.
+
     def set_run(self, run: Any) -> None:
         raise NotImplementedError
 

@@ -7,6 +7,7 @@ import math
 import shutil
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,24 @@ from ..split.placeholders import unwrapped
 from .channel import Channel
 from .checks import UploadCheck
 from .courier import Cancelled, Courier, Deadline
-from .link import FlowerLink, Turn, snapshot
+from .link import FlowerLink, Turn
 from .options import DeploymentOptions
 from .roster import Roster, one_line
 
 logger = logging.getLogger(__name__)
 NOT_NEEDED = "not needed, enough others have answered"
 _FOLDER = ".exchange"  # in the output folder: payloads that are being received
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What all clients of a round share."""
+
+    index: int
+    learning_rate: float
+    turn: Turn
+    weights: Parameters  # that clients begin with
+    start: Tensor  # the weights that their server sides begin with
 
 
 class Deployment(ServerRounds):
@@ -118,17 +130,19 @@ class Deployment(ServerRounds):
         needed, clients = self.sample(round_index)
         set_mode(self.split.server, self.args)
         initial = flatten(self.parameters)
-        turn, deadlines = Turn(list(self.server_parameters.values())), dict[int, Deadline]()
+        deadlines: dict[int, Deadline] = {}
         outcomes: dict[int, tuple[ClientReport, Tensor | None]] = {}
         finished, bar = (
             threading.Condition(),
             tqdm(total=len(clients), desc=f"round {round_index + 1}: clients", leave=False, disable=not progress),
         )
-        weights = Parameters(snapshot(self.client_parameters), snapshot(self.methods.of_round(round_index).federated()))
-        start = flatten(list(self.server_parameters.values()))
+        federated = self.methods.of_round(round_index).federated()
+        weights = Parameters(_snapshot(self.client_parameters), _snapshot(federated))
+        trained_here = list(self.server_parameters.values())
+        shared = _Round(round_index, learning_rate, Turn(trained_here), weights, flatten(trained_here))
 
         def work(client: int) -> None:
-            outcome = self._run_client(round_index, client, learning_rate, deadlines[client], turn, weights, start)
+            outcome = self._run_client(shared, client, deadlines[client])
             with finished:
                 outcomes[client] = outcome
                 finished.notify()
@@ -172,29 +186,20 @@ class Deployment(ServerRounds):
         generator.shuffle(others)
         return needed, sorted([*chosen, *others][:total])
 
-    def _run_client(
-        self,
-        round_index: int,
-        client: int,
-        learning_rate: float,
-        deadline: Deadline,
-        turn: Turn,
-        weights: Parameters,
-        start: Tensor,
-    ) -> tuple[ClientReport, Tensor | None]:
+    def _run_client(self, shared: _Round, client: int, deadline: Deadline) -> tuple[ClientReport, Tensor | None]:
         """Return a client's report and its trained weights, client then server, if it came through."""
         member = self.roster.members[client]
         try:
-            with turn.taken(client, start):
-                link = self._link(round_index, client, learning_rate, deadline, turn, weights)
-                side = self.server_side(link.setting, learning_rate)
-                self.methods.of_round(round_index).round(link, side)
+            with shared.turn.taken(client, shared.start):
+                link = self._link(shared, client, deadline)
+                side = self.server_side(link.setting, shared.learning_rate)
+                self.methods.of_round(shared.index).round(link, side)
                 link.finish()
                 side.finish()
                 synchronize(self.args.device)
                 trained = [*(link.trained[name] for name in self.client_parameters), *self.server_parameters.values()]
                 flat = flatten([t.to(self.args.device) for t in trained])
-            seconds = link.client_seconds + turn.seconds[client]
+            seconds = link.client_seconds + shared.turn.seconds[client]
             return ClientReport.of(link, side, seconds, member.num_samples), flat
         except Cancelled:
             return ClientReport.of_absent(NOT_NEEDED, member.num_samples), None
@@ -202,21 +207,13 @@ class Deployment(ServerRounds):
             deadline.cancelled.set()  # what still goes on in the background ends, too
             return ClientReport.of_absent(f"{type(error).__name__}: {one_line(error)}", member.num_samples), None
 
-    def _link(
-        self,
-        round_index: int,
-        client: int,
-        learning_rate: float,
-        deadline: Deadline,
-        turn: Turn,
-        weights: Parameters,
-    ) -> FlowerLink:
-        member, setting = self.roster.members[client], self.setting(round_index, client)
+    def _link(self, shared: _Round, client: int, deadline: Deadline) -> FlowerLink:
+        member, setting = self.roster.members[client], self.setting(shared.index, client)
         leading, trailing = self.ignored_padding
         header = {
             "client": client,
-            "round": round_index,
-            "learning_rate": float(learning_rate),
+            "round": shared.index,
+            "learning_rate": float(shared.learning_rate),
             "leading": leading,
             "trailing": trailing,
             "memory_limit": setting.store.memory_limit or 0,
@@ -225,5 +222,10 @@ class Deployment(ServerRounds):
         channel = Channel(
             self.courier, member.node, deadline, header, self.folder, self.chunk_size, self.max_payload, title
         )
-        method = self.methods.of_round(round_index)
-        return FlowerLink(method, channel, setting, self.check, turn, weights, member.num_samples)
+        method = self.methods.of_round(shared.index)
+        return FlowerLink(method, channel, setting, self.check, shared.turn, shared.weights, member.num_samples)
+
+
+def _snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies on the CPU: what is sent may be trained on meanwhile."""
+    return {name: t.detach().cpu().clone() for name, t in tensors.items()}

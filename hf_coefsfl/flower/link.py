@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -202,12 +201,7 @@ class FlowerLink:
         check_observed(found["observed"], most)
         self.trained, self.kept = found["adapters"], found["kept"]
         self.observed.values = {name: list(t.unbind()) for name, t in found["observed"].items()}
-        self.federate(self.weights.adapters, self.weights.auxiliary)
-
-    def federate(self, adapters: Mapping[str, Tensor], auxiliary: Mapping[str, Tensor]) -> None:
-        """Meter the weights of federated averaging: down before the round, up after it."""
-        for direction in (self.meter.down, self.meter.up):
-            self.meter.count(direction, Parameters(dict(adapters), dict(auxiliary)))
+        self.meter.federate(self.weights.adapters, self.weights.auxiliary)
 
     def _step(self, calls: list[dict[str, Any]], limit: int | None = None) -> Path | None:
         payload, self._payload = self._payload, None
@@ -243,9 +237,3 @@ def _started(function: Any) -> Future[None]:
 
     threading.Thread(target=run, daemon=True).start()
     return result
-
-
-def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies on the CPU: what is sent may be trained on meanwhile."""
-    with torch.no_grad():
-        return {name: t.detach().cpu().clone() for name, t in tensors.items()}
