@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .hub import side_folder
 from .split import Half, SplitModel, find_blocks
+from .split.sources import side_folder
 
 _LINEAR = (nn.Linear, Conv1D)
 _WEIGHTS = "adapter_model.safetensors"

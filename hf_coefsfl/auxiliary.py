@@ -21,7 +21,7 @@ from .sides import on_graph
 from .split import ServerHalf, SplitModel
 from .split.placeholders import example_inputs, unwrapped
 from .split.surgery import clone, cut_path
-from .split.tracing import evaluating
+from .modes import evaluating
 
 HEADS = ("fc", "fc_lora", "mlp")
 _LORA_SCALE = 2.0  # alpha / r, as in the adapter of the model

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 
+from .config import SplitFedConfig
 from .split import SplitModel
 from .split.stand_ins import PassThrough, Stop
 from .split.surgery import cut_path
 
-if TYPE_CHECKING:
-    from .config import SplitFedConfig
-
 _DIFFERENTIATED_TWICE = ("ggn",)  # methods that differentiate the server's passes twice; compiled blocks can be once
-_MODES = ("default", "max-autotune-no-cudagraphs")
-
-
-def check_compile(args: SplitFedConfig) -> None:
-    """Refuse what does not work together with compiled blocks."""
-    if not args.torch_compile:
-        return
-    if args.torch_compile_mode not in (None, *_MODES):
-        raise ValueError(
-            f"torch_compile_mode={args.torch_compile_mode!r} does not work with split federated training: it may "
-            "replay CUDA graphs, which overwrite activations that a round still needs. Choose one of: "
-            f"{', '.join(_MODES)}."
-        )
-    if args.gradient_checkpointing:
-        raise ValueError(
-            "torch_compile=True and gradient_checkpointing=True do not go together: the compiler decides itself what a "
-            "block keeps for its backward pass. Leave one of them out."
-        )
 
 
 def compile_blocks(split: SplitModel, args: SplitFedConfig, accelerator: Accelerator) -> None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from dataclasses import dataclass, field
 from numbers import Real
 
 import torch
-from accelerate.utils import convert_file_size_to_int
+from accelerate.utils import convert_file_size_to_int, parse_flag_from_env
 from torch.optim import SGD
 from transformers import SchedulerType, Trainer, TrainingArguments, get_scheduler
 from transformers.training_args import OptimizerNames
 
-from .compilation import check_compile
 from .exchange import EXCHANGE_DTYPES
-from .launching import refuse_sharding
 from .methods import Method, make_method
 from .methods.base import at_least
 
@@ -34,6 +33,12 @@ _NUMBERS = (
     "smashed_noise",
 )  # fmt: skip
 _HUB_STRATEGIES = ("end", "every_save")
+_COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
+_SHARDING = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+}
 
 
 @dataclass
@@ -210,7 +215,7 @@ class SplitFedConfig(TrainingArguments):
         if self.gradient_checkpointing:
             # Feedback is taken with autograd.grad, which the reentrant kind does not support.
             self.gradient_checkpointing_kwargs = dict(self.gradient_checkpointing_kwargs or {}, use_reentrant=False)  # type: ignore[arg-type]
-        check_compile(self)
+        _check_compile(self)
         self._try_optimizer()
         self.make_method()
 
@@ -225,7 +230,7 @@ class SplitFedConfig(TrainingArguments):
             raise ValueError(f"{name}={str(getattr(self, name))!r} cannot be used: {error}") from error
 
     def _refuse_unsupported(self) -> None:
-        refuse_sharding()
+        _refuse_sharding()
         reasons = {
             "gradient_accumulation_steps": (1, "a step is a whole round; choose the batch size of the local updates"),
             "label_smoothing_factor": (0.0, "the loss is the model's own, computed in the server half"),
@@ -264,6 +269,34 @@ class SplitFedConfig(TrainingArguments):
         """Return the method of the run, with its options checked."""
         assert not isinstance(self.method_kwargs, str)
         return make_method(self.method, self.method_kwargs)
+
+
+def _check_compile(args: SplitFedConfig) -> None:
+    """Refuse what does not work together with compiled blocks."""
+    if not args.torch_compile:
+        return
+    if args.torch_compile_mode not in (None, *_COMPILE_MODES):
+        raise ValueError(
+            f"torch_compile_mode={args.torch_compile_mode!r} does not work with split federated training: it may "
+            "replay CUDA graphs, which overwrite activations that a round still needs. Choose one of: "
+            f"{', '.join(_COMPILE_MODES)}."
+        )
+    if args.gradient_checkpointing:
+        raise ValueError(
+            "torch_compile=True and gradient_checkpointing=True do not go together: the compiler decides itself what a "
+            "block keeps for its backward pass. Leave one of them out."
+        )
+
+
+def _refuse_sharding() -> None:
+    """Refuse what `accelerate launch` asks for through the environment and no argument of the config shows."""
+    for variable, name in _SHARDING.items():
+        if parse_flag_from_env(variable):
+            raise ValueError(
+                f"{variable}={os.environ[variable]} asks for {name}, which does not work with split federated "
+                "training: each process holds the whole model and its own clients. Launch without it: `accelerate "
+                "launch --multi_gpu --num_processes N script.py` spreads the clients of a round over N processes."
+            )
 
 
 def read_size(name: str, size: str | int | None) -> int | None:

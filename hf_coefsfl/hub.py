@@ -1,10 +1,9 @@
-"""The Hugging Face Hub: uploading what a run leaves, and finding the files of one side by a repo id."""
+"""The Hugging Face Hub: uploading what a run leaves."""
 
 from __future__ import annotations
 
 import json
 import logging
-import re
 import shlex
 import shutil
 import time
@@ -16,9 +15,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeVar
 
-from huggingface_hub import CommitInfo, HfApi, get_token, snapshot_download
+from huggingface_hub import CommitInfo, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import filter_repo_objects
+
+from .split.sources import describe
 
 if TYPE_CHECKING:
     from .trainer import SplitFedTrainer
@@ -37,10 +38,6 @@ NOT_UPLOADED = (
     "*.tfevents.*",  # TensorBoard's are named after the machine
     "*.partial",
 )
-_KINDS = {
-    "adapter_model.safetensors": "an adapter: split the base model and use load_adapter",
-    "split.json": "a whole half: use load_{}",
-}
 _PAUSES = (5, 30)  # seconds before another attempt, on top of what huggingface_hub repeats by itself
 
 
@@ -183,46 +180,3 @@ def _may_pass(error: Exception) -> bool:
         return False
     # A gateway that is down answers in HTML where JSON is read.
     return isinstance(error, (HTTPError, ConnectionError, TimeoutError, json.JSONDecodeError))
-
-
-def describe(error: Exception, token: str | None = None) -> str:
-    """Return an error as one line without secrets: no token, no signed address."""
-    text = " ".join(re.sub(r"For more information check: \S+", "", str(error)).split())
-    text = re.sub(r"\?[^\s'\"]+", "?...", text)
-    for secret in (token, get_token()):
-        text = text.replace(secret, "<TOKEN>") if secret else text
-    return f"{type(error).__name__}: {text.rstrip('.')}."
-
-
-def side_folder(
-    source: str | Path, side: str, marker: str, *, revision: str | None = None, token: str | None = None
-) -> Path:
-    """Return the folder of one side's files; of a repo, only these are downloaded.
-
-    Args:
-        source: a folder with the side's files, a folder with `client/` and `server/` in it, or the id of such a repo.
-        side: "client" or "server".
-        marker: the file that must be there.
-        revision: branch, tag or commit of the repo.
-        token: for private repos; default: the one of `hf auth login` or HF_TOKEN.
-    """
-    folder = Path(source)
-    if folder.is_dir():
-        found = folder / side if (folder / side / marker).is_file() else folder
-    elif isinstance(source, Path):
-        raise ValueError(f"There is no folder {source}.")
-    else:
-        try:
-            snapshot = snapshot_download(source, revision=revision, token=token, allow_patterns=f"{side}/*")
-        except Exception as error:
-            raise ValueError(
-                f"{source!r} is no folder here, and as a repo of the Hub it cannot be read: {describe(error, token)}"
-            ) from error
-        found = Path(snapshot) / side
-    if not (found / marker).is_file():
-        other = "".join(f" It holds {what.format(side)}." for name, what in _KINDS.items() if (found / name).is_file())
-        raise ValueError(
-            f"{source} holds no {marker}, neither itself nor in {side}/.{other} Give what save_model or push_to_hub of "
-            "a SplitFedTrainer left: its folder or repo, or the folder of one side."
-        )
-    return found

@@ -1,4 +1,4 @@
-"""How this process was started: what a launcher may not ask for, and processes that should be there and are not."""
+"""How this process was started: processes that should be there and are not."""
 
 from __future__ import annotations
 
@@ -7,31 +7,11 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from accelerate.utils import parse_flag_from_env
-
-if TYPE_CHECKING:
-    from .config import SplitFedConfig
+from .config import SplitFedConfig
 
 logger = logging.getLogger(__name__)
-_SHARDING = {
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_FSDP": "FSDP",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-}
 _ON_CPUS = "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {} script.py"
-
-
-def refuse_sharding() -> None:
-    """Refuse what `accelerate launch` asks for through the environment and no argument of the config shows."""
-    for variable, name in _SHARDING.items():
-        if parse_flag_from_env(variable):
-            raise ValueError(
-                f"{variable}={os.environ[variable]} asks for {name}, which does not work with split federated "
-                "training: each process holds the whole model and its own clients. Launch without it: `accelerate "
-                "launch --multi_gpu --num_processes N script.py` spreads the clients of a round over N processes."
-            )
 
 
 def check_processes(args: SplitFedConfig) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from torch import Tensor
 from .exchange import Exchange
 from .messages import Message, Parameters, SmashedData
 from .sides import ClientSide, Observations
-
-if TYPE_CHECKING:
-    from .methods.base import Method
 
 
 @dataclass
@@ -71,6 +68,16 @@ class ClientLink(Protocol):
         """
 
 
+class ClientHandlers(Protocol):
+    """What a client does of a method's round: what a link calls there."""
+
+    def upload(self, client: ClientSide, batches: Sequence[int] | None) -> Sequence[SmashedData]:
+        """Return the smashed data of the whole round (None), or of some batches."""
+
+    def update(self, client: ClientSide, messages: Sequence[Message] | None, batches: Sequence[int] | None) -> None:
+        """Do local updates with what was sent down, if anything."""
+
+
 class FinishedLink(Protocol):
     """What a link knows of the client once the round is over."""
 
@@ -86,7 +93,7 @@ class FinishedLink(Protocol):
 class LocalLink:
     """The client is an object in this process."""
 
-    def __init__(self, method: Method, client: ClientSide):
+    def __init__(self, method: ClientHandlers, client: ClientSide):
         self.method, self.client = method, client
         self.num_batches = len(client.batches)
         self.local_epochs = client.setting.local_epochs

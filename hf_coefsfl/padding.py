@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .messages import SmashedData
 from .outputs import SPANS, Task
-from .split.tracing import evaluating
+from .modes import evaluating
 
 
 def position_mask(smashed: SmashedData) -> Tensor | None:

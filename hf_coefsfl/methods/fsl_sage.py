@@ -16,7 +16,7 @@ from ..links import ClientLink
 from ..messages import Message, Parameters, SmashedData
 from ..outputs import Task
 from ..sides import ClientSide, ServerSide
-from ..split.tracing import evaluating
+from ..modes import evaluating
 from .base import Kept, Method, at_least, expect
 
 if TYPE_CHECKING:

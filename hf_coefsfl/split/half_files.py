@@ -20,8 +20,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..hub import side_folder
 from .placeholders import unwrapped
+from .sources import side_folder
 from .surgery import Cut, cut_path, make_client, make_server
 
 if TYPE_CHECKING:

@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from ..messages import SmashedData
+from ..modes import evaluating, training
 from .blocks import check_cut, find_blocks
 from .halves import ClientHalf, ServerHalf, run_to_cut
 from .placeholders import accepts, crossing_context, placeholder_inputs, sort_inputs, unwrapped
 from .placeholders import example_inputs as derive_inputs
 from .stand_ins import RandomState
 from .surgery import Cut, clone, make_client, make_probe, make_server
-from .tracing import Ownership, Record, arguments_to_ship, difference, evaluating, find_owners, record_run, training
+from .tracing import Ownership, Record, arguments_to_ship, difference, find_owners, record_run
 
 # How far the halves may be from the unsplit model, relative to its largest output. They run the
 # same operations on the same numbers, so it leaves room for kernels that add in another order only.

@@ -6,7 +6,7 @@ cut depends on; the server's are those that the outputs depend on when that stat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -148,32 +148,6 @@ def difference(a: Any, b: Any) -> float:
             gap = float((x - y).abs().nan_to_num(nan=float("inf")).max() / x.abs().nan_to_num().max().clamp(min=1e-12))
             worst = max(worst, gap)
     return worst
-
-
-@contextmanager
-def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Put modules in evaluation mode and each of their submodules back afterwards."""
-    with _modes(modules, lambda m: False):
-        yield
-
-
-@contextmanager
-def training(*modules: nn.Module) -> Iterator[None]:
-    """The same for training mode, but for layers that would then change their running statistics."""
-    with _modes(modules, lambda m: getattr(m, "running_mean", None) is None):
-        yield
-
-
-@contextmanager
-def _modes(modules: tuple[nn.Module, ...], mode: Callable[[nn.Module], bool]) -> Iterator[None]:
-    flags = [(m, m.training) for module in modules for m in module.modules()]
-    for m, _ in flags:
-        m.training = mode(m)
-    try:
-        yield
-    finally:
-        for m, training in flags:
-            m.training = training
 
 
 @contextmanager
