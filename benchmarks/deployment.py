@@ -39,10 +39,10 @@ from datasets.utils.logging import disable_progress_bar
 from loopback import APP, ROOT, Loopback
 from transformers.utils import logging
 
+from hf_coefsfl.analysis.tables import MIB, format_table
 from hf_coefsfl.cli import main as coefsfl
 from hf_coefsfl.flower.options import read_run_config
-from hf_coefsfl.recipe import make_trainer
-from hf_coefsfl.report import MIB, format_table
+from hf_coefsfl.tasks.run import make_trainer
 
 CLIENTS, CUT, TEST_ROWS = 2, 2, 32
 IDLE = 20  # seconds for which nodes without work are watched
@@ -58,7 +58,7 @@ from pathlib import Path
 from hf_coefsfl.flower import server_app as app
 from hf_coefsfl.flower.courier import Courier
 from hf_coefsfl.flower.deployment import Deployment
-from hf_coefsfl.flower.transfers import chunk_of
+from hf_coefsfl.flower.wire import chunk_of
 
 ask, run_round, asked = Courier.ask, Deployment.run_round, []
 

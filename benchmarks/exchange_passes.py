@@ -22,7 +22,7 @@ from speed import (
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from hf_coefsfl.report import format_table
+from hf_coefsfl.analysis.tables import format_table
 
 Way = Callable[[], Any]
 

@@ -16,9 +16,9 @@ from peft import PeftModel, get_peft_model
 from transformers.utils import logging
 
 from hf_coefsfl import split_model
-from hf_coefsfl.adapters import default_lora
-from hf_coefsfl.backbones import build_model, default_cut
-from hf_coefsfl.report import format_table
+from hf_coefsfl.analysis.backbones import build_model, default_cut
+from hf_coefsfl.analysis.tables import format_table
+from hf_coefsfl.split.lora import default_lora
 
 # Reads how much of a fresh process's memory a half takes: resident size after loading it, less before.
 LOAD = """

@@ -26,15 +26,15 @@ from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification
 from transformers.utils import logging
 
 from hf_coefsfl import SplitFedConfig, SplitFedTrainer, load_client, load_server, split_model
-from hf_coefsfl.adapters import default_lora
-from hf_coefsfl.backbones import Samples, build_model, default_cut
-from hf_coefsfl.cost import CostModel, Round
-from hf_coefsfl.exchange import Exchange, Store
-from hf_coefsfl.footprint import Run, footprint
-from hf_coefsfl.messages import Feedback, Message, SmashedData
+from hf_coefsfl.analysis.backbones import Samples, build_model, default_cut
+from hf_coefsfl.analysis.cost import CostModel, Round
+from hf_coefsfl.analysis.memory import Run, footprint
+from hf_coefsfl.analysis.tables import MIB, format_table
 from hf_coefsfl.methods import Method, make_method
-from hf_coefsfl.report import MIB, format_table
-from hf_coefsfl.sides import ClientSide, ServerSide, Setting
+from hf_coefsfl.protocol.messages import Feedback, Message, SmashedData
+from hf_coefsfl.protocol.packing import Exchange, Store
+from hf_coefsfl.protocol.sides import ClientSide, ServerSide, Setting
+from hf_coefsfl.split.lora import default_lora
 
 MODELS = {"vit-tiny": 100, "distilroberta": 3}  # with their number of classes
 KEYS = ("num_samples", "batch_size", "sequence_length", "clients", "plain_malloc")

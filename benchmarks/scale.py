@@ -26,8 +26,8 @@ from transformers import BertConfig, BertForSequenceClassification
 from transformers.utils import logging
 
 from hf_coefsfl import SplitFedConfig, SplitFedTrainer
-from hf_coefsfl.footprint import LiveMemory, existing_tensors
-from hf_coefsfl.report import MIB, format_table
+from hf_coefsfl.analysis.memory import LiveMemory, existing_tensors
+from hf_coefsfl.analysis.tables import MIB, format_table
 
 CLASSES, LAYERS, VOCABULARY = 10, 6, 1000
 SAMPLED = 2  # clients of a round

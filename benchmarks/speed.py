@@ -35,11 +35,11 @@ from transformers import PreTrainedModel, RobertaConfig, RobertaForSequenceClass
 from transformers.utils import logging
 
 from hf_coefsfl import METHODS, SplitFedConfig, SplitFedTrainer
-from hf_coefsfl.adapters import default_lora
-from hf_coefsfl.backbones import build_model
-from hf_coefsfl.double_backward import differentiable_attention
-from hf_coefsfl.flops import OperationCounter
-from hf_coefsfl.report import format_table
+from hf_coefsfl.analysis.backbones import build_model
+from hf_coefsfl.analysis.flops import OperationCounter
+from hf_coefsfl.analysis.tables import format_table
+from hf_coefsfl.methods.parts.math_attention import differentiable_attention
+from hf_coefsfl.split.lora import default_lora
 
 CUT = {"vit-tiny": 4, "text": 2}
 BATCHES, BATCH_SIZE, LABELS, TOKENS = 2, {"vit-tiny": 4, "text": 8}, 4, 64

@@ -21,7 +21,7 @@ from speed import keep_memory, paired  # beside this script; sets the number of 
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear, scaled_dot_product_attention
 
-from hf_coefsfl.report import format_table
+from hf_coefsfl.analysis.tables import format_table
 
 TOKENS, WIDTH, HEADS, RANK, SCALE = 197, 192, 3, 4, 2.0
 PROJECTIONS = {

@@ -6,19 +6,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .adapters import load_adapter as load_adapter
     from .config import SplitFedConfig as SplitFedConfig
-    from .injection import inject as inject
-    from .messages import Feedback as Feedback
-    from .messages import Message as Message
-    from .messages import SmashedData as SmashedData
     from .methods import METHODS as METHODS
     from .methods import Method as Method
+    from .protocol.injection import inject as inject
+    from .protocol.messages import Feedback as Feedback
+    from .protocol.messages import Message as Message
+    from .protocol.messages import SmashedData as SmashedData
     from .split import SplitModel as SplitModel
     from .split import load_client as load_client
     from .split import load_server as load_server
     from .split import split_model as split_model
-    from .trainer import SplitFedTrainer as SplitFedTrainer
+    from .split.lora import load_adapter as load_adapter
+    from .trainer.trainer import SplitFedTrainer as SplitFedTrainer
 
 __version__ = "0.1.0"
 
@@ -26,15 +26,15 @@ __version__ = "0.1.0"
 # message need not load PyTorch for it.
 _MODULES = {
     "METHODS": "methods",
-    "Feedback": "messages",
-    "Message": "messages",
+    "Feedback": "protocol.messages",
+    "Message": "protocol.messages",
     "Method": "methods",
-    "SmashedData": "messages",
+    "SmashedData": "protocol.messages",
     "SplitFedConfig": "config",
     "SplitFedTrainer": "trainer",
     "SplitModel": "split",
-    "inject": "injection",
-    "load_adapter": "adapters",
+    "inject": "protocol.injection",
+    "load_adapter": "split.lora",
     "load_client": "split",
     "load_server": "split",
     "split_model": "split",

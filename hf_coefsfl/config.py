@@ -14,9 +14,9 @@ from torch.optim import SGD
 from transformers import SchedulerType, Trainer, TrainingArguments, get_scheduler
 from transformers.training_args import OptimizerNames
 
-from .exchange import EXCHANGE_DTYPES
 from .methods import Method, make_method
 from .methods.base import at_least
+from .protocol.packing import EXCHANGE_DTYPES
 
 logger = logging.getLogger(__name__)
 _CHOICES: dict[str, tuple[str, ...]] = {

@@ -11,7 +11,7 @@ prompt column has its loss on every token:
 All options: --help. They may also come from a file: accelerate launch recipes/causal_lm_coefj.py options.yaml
 """
 
-from hf_coefsfl.recipe import run
+from hf_coefsfl.tasks.run import run
 
 if __name__ == "__main__":
     run("causal_lm", method="coef_j", description=__doc__)

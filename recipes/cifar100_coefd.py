@@ -11,7 +11,7 @@ own, in a folder with one sub-folder a class:
 All options: --help. They may also come from a file: accelerate launch recipes/cifar100_coefd.py options.yaml
 """
 
-from hf_coefsfl.recipe import run
+from hf_coefsfl.tasks.run import run
 
 if __name__ == "__main__":
     run("cifar100", method="coef_d", description=__doc__)

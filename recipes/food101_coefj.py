@@ -9,7 +9,7 @@ ViT-Tiny, cut after 4 of its 12 blocks; 50 clients, 10 % of them a round. With t
 All options: --help. They may also come from a file: accelerate launch recipes/food101_coefj.py options.yaml
 """
 
-from hf_coefsfl.recipe import run
+from hf_coefsfl.tasks.run import run
 
 if __name__ == "__main__":
     run("food101", method="coef_j", description=__doc__)

@@ -11,7 +11,7 @@ set. Any other corpus of sentence pairs, from the Hub or from disk:
 All options: --help. They may also come from a file: accelerate launch recipes/mnli_coefj.py options.yaml
 """
 
-from hf_coefsfl.recipe import run
+from hf_coefsfl.tasks.run import run
 
 if __name__ == "__main__":
     run("mnli", method="coef_j", description=__doc__)

@@ -10,7 +10,7 @@ non-IID split:
 All options: --help. They may also come from a file: accelerate launch recipes/newsgroups_coefj.py options.yaml
 """
 
-from hf_coefsfl.recipe import run
+from hf_coefsfl.tasks.run import run
 
 if __name__ == "__main__":
     run("newsgroups", method="coef_j", description=__doc__)

@@ -10,7 +10,7 @@ A client for each article instead of equal shares:
 All options: --help. They may also come from a file: accelerate launch recipes/squad_v2_coefj.py options.yaml
 """
 
-from hf_coefsfl.recipe import run
+from hf_coefsfl.tasks.run import run
 
 if __name__ == "__main__":
     run("squad_v2", method="coef_j", description=__doc__)

@@ -9,7 +9,7 @@ ViT-Tiny, cut after 4 of its 12 blocks; 50 clients, 10 % of them a round. timm's
 All options: --help. They may also come from a file: accelerate launch recipes/tiny_imagenet_coefd.py options.yaml
 """
 
-from hf_coefsfl.recipe import run
+from hf_coefsfl.tasks.run import run
 
 if __name__ == "__main__":
     run("tiny_imagenet", method="coef_d", description=__doc__)

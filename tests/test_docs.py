@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from federated import trainer
 
 from hf_coefsfl import METHODS
-
-ROOT = Path(__file__).parent.parent
+from tests.support.federated import trainer
+from tests.support.paths import ROOT
 
 
 def code_blocks(page: str) -> list[str]:

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..analysis.tables import format_table
 from ..compare import Cell, Runner, expand, load_finished, load_spec, total, write_report
-from ..compare.runs import Summary
-from ..report import format_table
+from ..compare.grid import Summary
 
 EPILOG = """\
 A run is one process, and its folder tells what it has done: kill the comparison at any point and start it again, and

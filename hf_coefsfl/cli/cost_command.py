@@ -11,11 +11,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..backbones import BACKBONES, SEQUENCE_LENGTH, TASKS, build_model, default_cut
-from ..cost import Cost, CostModel, Network, Round, cost_methods, known_methods
-from ..exchange import EXCHANGE_DTYPES
-from ..footprint import Run
-from ..report import format_table
+from ..analysis.backbones import BACKBONES, SEQUENCE_LENGTH, TASKS, build_model, default_cut
+from ..analysis.cost import Cost, CostModel, Network, Round, cost_methods, known_methods
+from ..analysis.memory import Run
+from ..analysis.tables import format_table
+from ..protocol.packing import EXCHANGE_DTYPES
 from .units import parse_bandwidth, parse_latency
 
 EPILOG = """\

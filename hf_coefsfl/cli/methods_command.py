@@ -11,9 +11,9 @@ from typing import Any, get_type_hints
 
 from transformers import AutoConfig, AutoModelForImageClassification
 
-from ..cost import EXTRAS, CostModel, known_methods
+from ..analysis.cost import EXTRAS, CostModel, known_methods
+from ..analysis.tables import format_table
 from ..methods import METHODS, Method, make_method
-from ..report import format_table
 
 EPILOG = """\
 B is the number of batches of a client's round, N its samples, d the values of one sample's smashed data. What

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..adapters import trainable_sides
-from ..options import parse_options
-from ..recipe import make_trainer
+from ..split.lora import trainable_sides
 from ..tasks import TASKS
+from ..tasks.options import parse_options
+from ..tasks.run import make_trainer
 
 EPILOG = """\
 examples:

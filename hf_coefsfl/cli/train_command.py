@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from ..recipe import run as run_recipe
 from ..tasks import TASKS
+from ..tasks.run import run as run_recipe
 
 EPILOG = """\
 examples:

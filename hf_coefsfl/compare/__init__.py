@@ -1,8 +1,8 @@
 """Comparisons: methods x splits x cuts x learning rates x seeds, run in worker processes and reported together."""
 
-from .reporting import write_report
+from .grid import Cell, Run, expand, total
+from .render.report import write_report
 from .runner import Failure, Runner, load_finished
-from .runs import Cell, Run, expand, total
 from .spec import Spec, load_spec, parse_spec
 
 __all__ = [

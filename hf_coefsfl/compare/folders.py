@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..files import to_json, write_atomically
-from ..recipe import SUMMARY_NAME
-from .runs import Run, Summary
+from .._io import to_json, write_atomically
+from ..tasks.run import SUMMARY_NAME
+from .grid import Run, Summary
 
 try:
     import fcntl

@@ -17,7 +17,7 @@ from ..methods import make_method
 from ..tasks import TASKS
 
 if TYPE_CHECKING:
-    from .runs import Cell
+    from .grid import Cell
 
 REFERENCES = ("vanilla", "oracle", "reuse")  # not ranked with the others, as in the paper
 # Options that say nothing about the result, or of which the paper says nothing.

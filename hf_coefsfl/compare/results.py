@@ -11,13 +11,13 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from ..files import to_json, write_atomically
-from ..probe import load_probe, summarize_probe
+from .._io import to_json, write_atomically
+from ..analysis.staleness import load_probe, summarize_probe
 from ..tasks import TASKS
-from ..trainer import PROBE_NAME
+from ..trainer.trainer import PROBE_NAME
 from .folders import RunFolder
+from .grid import Cell, Run, Summary
 from .paper import PaperValue, paper_value
-from .runs import Cell, Run, Summary
 from .spec import Spec
 
 

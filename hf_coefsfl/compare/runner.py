@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from .folders import RunFolder, finished_runs
-from .runs import Cell, Run, Summary, total, upcoming, wanted
+from .grid import Cell, Run, Summary, total, upcoming, wanted
 
 WORKER = (sys.executable, "-m", "hf_coefsfl", "train")  # what a run is started with; its task and options follow
 _POLL, _POLL_OTHERS, _PATIENCE = 0.2, 2.0, 20.0  # seconds: our workers, those of others, of a worker asked to end

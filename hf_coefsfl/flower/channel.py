@@ -12,7 +12,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from .courier import Courier, Deadline
-from .transfers import PROTOCOL, Incoming, Manifest, TransferError, chunk_of, header_of, read_chunk, whole
+from .wire import PROTOCOL, Incoming, Manifest, TransferError, chunk_of, header_of, read_chunk, whole
 
 
 @dataclass

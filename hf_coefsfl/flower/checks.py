@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..exchange import Exchange, Mapped
-from ..messages import SmashedData
-from ..outputs import LANGUAGE_MODELS, Task
+from ..protocol.loss import LANGUAGE_MODELS, Task
+from ..protocol.messages import SmashedData
+from ..protocol.packing import Exchange, Mapped
 from ..split.surgery import Cut
-from .transfers import TransferError
+from .wire import TransferError
 
 _LARGEST_RATIO = 64  # entries of raw inputs for one entry of activations: what placeholders may cost
 # What client sides note.

@@ -20,7 +20,7 @@ from typing import Any
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from .transfers import (
+from .wire import (
     PROTOCOL,
     Incoming,
     Manifest,

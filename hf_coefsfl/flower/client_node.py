@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from transformers.utils import find_labels
 
 from .. import __version__
-from ..client_data import ClientData
-from ..federation import Federation
-from ..local_training import Methods, set_mode
-from ..outputs import Task
-from ..partition import Partition
+from ..federation.batches import ClientData
+from ..federation.clients import Federation
+from ..federation.partition import Partition
+from ..federation.schedule import Methods, set_mode
+from ..protocol.loss import Task
 from ..split import ClientHalf, load_client
 from ..split.placeholders import unwrapped
 from .memory import return_freed_memory
 from .options import read_run_config
-from .transfers import PROTOCOL
+from .wire import PROTOCOL
 
 
 class HalfAlone:

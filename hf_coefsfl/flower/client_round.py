@@ -14,17 +14,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..exchange import Exchange, Store
-from ..exchange_files import read_exchange, write_exchange
-from ..local_training import local_optimizer, make_setting
-from ..messages import Feedback, Message, Parameters, SmashedData
+from ..federation.sampling import preserved_random_state
+from ..federation.schedule import local_optimizer, make_setting
 from ..methods import Method
-from ..padding import kept_positions
-from ..rounds import preserved_random_state
-from ..sides import ClientSide
+from ..protocol.messages import Feedback, Message, Parameters, SmashedData
+from ..protocol.packing import Exchange, Store
+from ..protocol.padding import kept_positions
+from ..protocol.sides import ClientSide
+from ..protocol.wire import read_exchange, write_exchange
 from .checks import copy_checked
 from .client_node import ClientNode
-from .transfers import TransferError, text, whole
+from .wire import TransferError, text, whole
 
 _TENSORS, _STATE, _UPLOAD, _INITIAL = "round.safetensors", "round.json", "upload", "initial"
 

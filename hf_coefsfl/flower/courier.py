@@ -14,7 +14,7 @@ from typing import Any
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from .transfers import TransferError, content, header_of
+from .wire import TransferError, content, header_of
 
 logger = logging.getLogger(__name__)
 _POLL, _LONGEST_POLL = 0.05, 1.0  # seconds between two looks for an answer

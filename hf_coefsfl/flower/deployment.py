@@ -18,15 +18,15 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..config import SplitFedConfig
-from ..exchange import Store
-from ..fedavg import flatten, unflatten_
-from ..ledger import ClientReport
-from ..links import synchronize
-from ..local_training import set_mode
-from ..messages import Parameters
-from ..outputs import Task
-from ..rounds import derive_seed, preserved_random_state, sample_clients
-from ..server_rounds import ServerRounds
+from ..federation.averaging import flatten, unflatten_
+from ..federation.ledger import ClientReport
+from ..federation.sampling import derive_seed, preserved_random_state, sample_clients
+from ..federation.schedule import set_mode
+from ..federation.server import ServerRounds
+from ..protocol.link import synchronize
+from ..protocol.loss import Task
+from ..protocol.messages import Parameters
+from ..protocol.packing import Store
 from ..split import SplitModel
 from ..split.placeholders import unwrapped
 from .channel import Channel

@@ -14,17 +14,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..exchange import Exchange
-from ..exchange_files import read_exchange, write_exchange
-from ..fedavg import flatten, unflatten_
-from ..links import Meter
-from ..messages import Message, Parameters, SmashedData
+from ..federation.averaging import flatten, unflatten_
 from ..methods import Method
-from ..padding import kept_positions
-from ..sides import Observations, Setting
+from ..protocol.link import Meter
+from ..protocol.messages import Message, Parameters, SmashedData
+from ..protocol.packing import Exchange
+from ..protocol.padding import kept_positions
+from ..protocol.sides import Observations, Setting
+from ..protocol.wire import read_exchange, write_exchange
 from .channel import Channel
 from .checks import UploadCheck, check_observed, check_tensors
-from .transfers import TransferError, whole
+from .wire import TransferError, whole
 
 _REPORT = 2**23  # bytes: room for the losses that come with the trained weights, and the names of all
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from ..config import SplitFedConfig, read_size
 from ..methods.base import at_least
-from ..options import parse_options
 from ..tasks import TASKS, FineTuningTask, TaskArguments
+from ..tasks.options import parse_options
 
 # A server that is started again goes on, and a client that is lost ends no run.
 _DEFAULTS = {"on_client_failure": "skip", "resume_from_checkpoint": "last", "save_steps": 1}

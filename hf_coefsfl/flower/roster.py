@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import __version__
 from .courier import Courier, Deadline
-from .transfers import PROTOCOL, TransferError, header_of, text, whole
+from .wire import PROTOCOL, TransferError, header_of, text, whole
 
 logger = logging.getLogger(__name__)
 _MOST_SAMPLES = 2**40

@@ -13,9 +13,9 @@ from flwr.serverapp import Grid, ServerApp
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from ..recipe import checkpoint_of, complete, make_trainer
-from ..rounds import num_sampled
-from ..trainer import SplitFedTrainer
+from ..federation.sampling import num_sampled
+from ..tasks.run import checkpoint_of, complete, make_trainer
+from ..trainer.trainer import SplitFedTrainer
 from .client_node import fingerprint
 from .courier import Courier
 from .deployment import Deployment

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from ..auxiliary import HEADS, AuxiliaryHead, check_head_task
-from ..links import ClientLink
-from ..messages import Message
-from ..outputs import Task
-from ..sides import ClientSide, ServerSide
+from ..protocol.link import ClientLink
+from ..protocol.loss import Task
+from ..protocol.messages import Message
+from ..protocol.sides import ClientSide, ServerSide
 from .base import Kept, Method, at_least
+from .parts.auxiliary import HEADS, AuxiliaryHead, check_head_task
 
 if TYPE_CHECKING:
     from ..split import SplitModel

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_type_hints
 
 from torch import Tensor
 
-from ..exchange import Exchange
-from ..links import ClientLink
-from ..messages import Feedback, Message, SmashedData
-from ..outputs import Task
-from ..sides import ClientSide, ServerSide
+from ..protocol.link import ClientLink
+from ..protocol.loss import Task
+from ..protocol.messages import Feedback, Message, SmashedData
+from ..protocol.packing import Exchange
+from ..protocol.sides import ClientSide, ServerSide
 
 if TYPE_CHECKING:
     from ..split import SplitModel

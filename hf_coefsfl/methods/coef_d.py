@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..messages import Feedback
-from ..outputs import OutputBlock
+from ..protocol.loss import OutputBlock
+from ..protocol.messages import Feedback
 from .reuse import GradientReuse
 
 

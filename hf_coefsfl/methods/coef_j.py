@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..messages import Feedback, SmashedData
-from ..outputs import OutputBlock, Task
-from ..sides import ServerSide, on_graph
+from ..protocol.loss import OutputBlock, Task
+from ..protocol.messages import Feedback, SmashedData
+from ..protocol.sides import ServerSide, on_graph
 from .reuse import GradientReuse
 
 GROWTH = 1.5  # how fast the softmax curvature can grow with the predicted output change D

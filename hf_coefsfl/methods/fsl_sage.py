@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..auxiliary import AuxiliaryNetwork, example_smashed
-from ..double_backward import differentiable_attention
-from ..links import ClientLink
-from ..messages import Message, Parameters, SmashedData
-from ..outputs import Task
-from ..sides import ClientSide, ServerSide
-from ..modes import evaluating
+from ..protocol.link import ClientLink
+from ..protocol.loss import Task
+from ..protocol.messages import Message, Parameters, SmashedData
+from ..protocol.modes import evaluating
+from ..protocol.sides import ClientSide, ServerSide
 from .base import Kept, Method, at_least, expect
+from .parts.auxiliary import AuxiliaryNetwork, example_smashed
+from .parts.math_attention import differentiable_attention
 
 if TYPE_CHECKING:
     from ..split import SplitModel

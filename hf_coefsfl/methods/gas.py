@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ..links import ClientLink
-from ..messages import Feedback, Message, SmashedData
-from ..outputs import ONE_LABEL_A_SAMPLE, Task
-from ..padding import position_mask
-from ..sides import ClientSide, ServerSide, on_graph
-from ..statistics import ClassStatistics, class_moments, from_tensors, pooled, to_tensors, update
+from ..protocol.link import ClientLink
+from ..protocol.loss import ONE_LABEL_A_SAMPLE, Task
+from ..protocol.messages import Feedback, Message, SmashedData
+from ..protocol.padding import position_mask
+from ..protocol.sides import ClientSide, ServerSide, on_graph
 from .base import Kept, Method, at_least
+from .parts.class_statistics import ClassStatistics, class_moments, from_tensors, pooled, to_tensors, update
 from .reuse import GradientReuse
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..double_backward import differentiable_attention
-from ..lanczos import leading_eigenpairs
-from ..messages import Feedback, SmashedData
-from ..outputs import OutputBlock, Task
-from ..sides import ServerSide, on_graph
+from ..protocol.loss import OutputBlock, Task
+from ..protocol.messages import Feedback, SmashedData
+from ..protocol.sides import ServerSide, on_graph
 from .base import at_least
+from .parts.lanczos import leading_eigenpairs
+from .parts.math_attention import differentiable_attention
 from .reuse import GradientReuse
 
 

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..messages import Feedback, SmashedData
-from ..outputs import OutputBlock
-from ..sides import ServerSide
+from ..protocol.loss import OutputBlock
+from ..protocol.messages import Feedback, SmashedData
+from ..protocol.sides import ServerSide
 from .base import at_least
 from .reuse import GradientReuse
 

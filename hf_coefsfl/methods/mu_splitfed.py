@@ -11,11 +11,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..links import ClientLink
-from ..messages import Message, SmashedData
-from ..sides import ClientSide, ServerSide
-from ..zeroth_order import Direction, two_point
+from ..protocol.link import ClientLink
+from ..protocol.messages import Message, SmashedData
+from ..protocol.sides import ClientSide, ServerSide
 from .base import Method, at_least, expect
+from .parts.zeroth_order import Direction, two_point
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..links import ClientLink
-from ..messages import Feedback
-from ..sides import ServerSide
+from ..protocol.link import ClientLink
+from ..protocol.messages import Feedback
+from ..protocol.sides import ServerSide
 from .base import Method
 
 

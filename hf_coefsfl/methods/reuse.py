@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..links import ClientLink
-from ..messages import Feedback, Message, SmashedData
-from ..outputs import OutputBlock
-from ..sides import ClientSide, ServerSide
+from ..protocol.link import ClientLink
+from ..protocol.loss import OutputBlock
+from ..protocol.messages import Feedback, Message, SmashedData
+from ..protocol.sides import ClientSide, ServerSide
 from .base import Method, expect
 
 

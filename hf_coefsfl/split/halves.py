@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..messages import SmashedData
+from ..protocol.messages import SmashedData
 from .block_arguments import leaves
 from .placeholders import (
     accepts,
@@ -48,7 +48,7 @@ class Half(nn.Module):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write this half to a folder: its config, the cut and its tensors as safetensors."""
-        from .half_files import save_half
+        from .save_load import save_half
 
         save_half(self, folder)
 

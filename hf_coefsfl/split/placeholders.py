@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..messages import SmashedData
+from ..protocol.messages import SmashedData
 
 _REFUSED = ("output_hidden_states", "output_attentions", "output_router_logits")
 

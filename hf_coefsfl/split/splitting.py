@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..messages import SmashedData
-from ..modes import evaluating, training
+from ..protocol.messages import SmashedData
+from ..protocol.modes import evaluating, training
 from .blocks import check_cut, find_blocks
 from .halves import ClientHalf, ServerHalf, run_to_cut
 from .placeholders import accepts, crossing_context, placeholder_inputs, sort_inputs, unwrapped

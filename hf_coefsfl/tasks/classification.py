@@ -9,9 +9,9 @@ import numpy as np
 from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, EvalPrediction
 
-from ..metrics import load_metric
 from .base import FineTuningTask, Prepared, TaskArguments, load_from_hub_or_folder
 from .loading import with_class_labels
+from .metrics import load_metric
 
 
 @dataclass

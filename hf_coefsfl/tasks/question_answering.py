@@ -8,9 +8,9 @@ from typing import Any
 from datasets import Dataset
 from transformers import AutoModelForQuestionAnswering, DataCollatorWithPadding, EvalPrediction
 
-from ..metrics import load_metric
 from .base import Prepared
 from .classification import TextArguments, TextTask
+from .metrics import load_metric
 from .spans import answers_from_logits, encode_questions
 
 _ANSWER = ("prediction_text", "no_answer_probability")

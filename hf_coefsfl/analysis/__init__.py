@@ -1,0 +1,1 @@
+"""Measuring: staleness, operations, bytes, memory; tables and plots."""

@@ -1,0 +1,362 @@
+"""What a round of each method costs one client and the server, without training.
+
+The round script of a method itself is run on the two halves of the model, with one or two samples a
+batch, and counted. What it moves and computes is a + b·B + c·N + d·n₁ for B batches of N samples in all
+and n₁ in the first, whose forward pass the client need not repeat; so four such rounds tell what any round
+costs. Where a method is not of that form (GAS, FSL-SAGE), its own options and functions say how it goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from transformers import PreTrainedModel
+
+from ..federation.sampling import preserved_random_state, shuffled_batches
+from ..methods import METHODS, Method, make_method
+from ..methods.fsl_sage import FSLSAGE
+from ..methods.gas import GAS, num_generated, share_of
+from ..methods.parts.math_attention import differentiable_attention
+from ..protocol.packing import EXCHANGE_DTYPES, Store
+from ..protocol.sides import ClientSide, Setting
+from ..split import SplitModel, find_blocks, split_model
+from ..split.lora import default_lora, trainable_sides
+from .backbones import Samples
+from .flops import CountedLink, CountedServer, OperationCounter
+from .memory import Footprint, Run, footprint
+from .tables import MIB
+
+# Headings of the meter that the paper's table leaves out: labels, masks, scalars; federated averaging.
+EXTRAS = ("extras", "adapters")
+Numbers = dict[str, int]  # what was counted, by name
+Coefficients = dict[str, tuple[int, int, int]]  # a, b and c of a + b·B + c·N, and (d, 0, 0) under `first.<name>`
+
+
+@dataclass(frozen=True)
+class Network:
+    """A client's connection: bits per second, the same in both directions, and seconds of latency."""
+
+    bandwidth: float
+    latency: float = 0.0
+
+    def seconds(self, num_bytes: int, transfers: int) -> float:
+        """Return how long it takes to move `num_bytes` in a number of transfers, one after the other."""
+        return 8 * num_bytes / self.bandwidth + transfers * self.latency
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One client's round with one method."""
+
+    method: str
+    title: str
+    cut: int
+    num_samples: int
+    transfers: int
+    up: Numbers  # bytes by heading of the ledger
+    down: Numbers
+    client_flops: int
+    server_flops: int
+    placeholder_flops: int  # of embeddings that run on placeholders, in none of the others
+    client_memory: Numbers = field(default_factory=dict)  # bytes by what they are for
+    footprint: Footprint | None = None  # of a run of such rounds, if asked for
+
+    def row(self, network: Network | None = None) -> dict[str, Any]:
+        """Return the cost as one row of the table: MiB, GFLOPs per sample and per round, seconds."""
+        per_sample = 1e9 * self.num_samples
+        row: dict[str, Any] = {
+            "method": self.method,
+            "cut": self.cut,
+            "transfers": self.transfers,
+            "up_mib": _main(self.up) / MIB,
+            "down_mib": _main(self.down) / MIB,
+            "extra_up_mib": _extra_bytes(self.up) / MIB,
+            "extra_down_mib": _extra_bytes(self.down) / MIB,
+            "client_gflops": self.client_flops / per_sample,
+            "server_gflops": self.server_flops / per_sample,
+            "client_memory_mib": sum(self.client_memory.values()) / MIB,
+            "client_gflops_per_round": self.client_flops / 1e9,
+            "server_gflops_per_round": self.server_flops / 1e9,
+            "placeholder_gflops": self.placeholder_flops / per_sample,
+            "client_memory_parts_mib": {name: size / MIB for name, size in self.client_memory.items()},
+        }
+        if network is not None:
+            total = sum(self.up.values()) + sum(self.down.values())
+            row["seconds"] = network.seconds(total, self.transfers)
+        return row | (self.footprint.row() if self.footprint is not None else {})
+
+
+def _main(sizes: Mapping[str, int]) -> int:
+    return sum(size for heading, size in sizes.items() if heading not in EXTRAS)
+
+
+def _extra_bytes(sizes: Mapping[str, int]) -> int:
+    return sum(size for heading, size in sizes.items() if heading in EXTRAS)
+
+
+@dataclass(frozen=True)
+class Round:
+    """How much one client does in a round."""
+
+    num_samples: int = 1000
+    batch_size: int = 32
+    local_epochs: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse rounds in which nothing happens."""
+        for name in ("num_samples", "batch_size", "local_epochs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name.replace('_', ' ')} must be at least 1, got {getattr(self, name)}.")
+
+    @property
+    def sizes(self) -> list[int]:
+        """The samples of each batch."""
+        return [len(batch) for batch in shuffled_batches(0, 0, 0, self.num_samples, self.batch_size)]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of round that a method has: its label, and the index of a round of this kind."""
+
+    label: str
+    method: Method
+    index: int = 0
+    aligns_in: FSLSAGE | None = None  # the method that also aligns in this round
+    happens: bool = True
+
+
+class CostModel:
+    """Costs the methods on one model: LoRA is put on it once, and it is split anew for each cut."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        head: str | None = None,
+        sequence_length: int | None = None,
+        exchange_dtype: str = "float32",
+    ):
+        if exchange_dtype not in EXCHANGE_DTYPES:
+            raise ValueError(
+                f"exchange_dtype={exchange_dtype!r} is not allowed. Choose one of: {', '.join(EXCHANGE_DTYPES)}."
+            )
+        self.exchange_dtype = exchange_dtype
+        self.samples = Samples(model, sequence_length)
+        self.model = get_peft_model(model, default_lora(model, head=head))
+        self._splits: dict[int, SplitModel] = {}
+
+    @property
+    def cuts(self) -> range:
+        """Every cut that leaves both sides a block."""
+        return range(1, len(list(find_blocks(self.model)[1].children())))
+
+    def split(self, cut: int) -> SplitModel:
+        """Return the model split at `cut`; a cut that cannot be is a ValueError."""
+        if cut not in self._splits:
+            self._splits = {cut: split_model(self.model, cut).train()}
+        return self._splits[cut]
+
+    def costs(self, method: Method, cut: int, plan: Round, run: Run | None = None) -> list[Cost]:
+        """Return what a method costs, one entry for each kind of round it has; with `run` also what a run takes.
+
+        Raises a ValueError where the method cannot train this model.
+        """
+        kinds = self.kinds(method, cut, plan.local_epochs)
+        costs = [self._cost(kind, coefficients, cut, plan) for kind, coefficients in kinds]
+        if run is None:
+            return costs
+        plain = next(_kinds(method))  # aligning is left out of the memory
+        generated = generated_samples(method, plan, self.samples.task.num_labels) if isinstance(method, GAS) else 0
+        taken = footprint(self, plain.method, cut, plan, run, costs[0], index=plain.index, generated=generated)
+        return [replace(cost, footprint=taken) for cost in costs]
+
+    def kinds(self, method: Method, cut: int, local_epochs: int = 1) -> list[tuple[Kind, Coefficients]]:
+        """Return the kinds of round that a method has, each with (a, b, c), and d, of all that is counted."""
+        method.check_task(self.samples.task)
+        found: list[tuple[Kind, Coefficients]] = []
+        for kind in _kinds(method):
+            if kind.aligns_in is None:
+                sizes = ([1], [2], [1, 1], [1, 2])
+                rounds = [self.measure(kind.method, cut, batches, local_epochs, kind.index) for batches in sizes]
+                found.append((kind, _solve(*rounds)))
+            else:
+                found.append((kind, self._aligned(kind, found[-1][1], cut, local_epochs)))
+        return [(kind, counted) for kind, counted in found if kind.happens]
+
+    def _cost(self, kind: Kind, coefficients: Coefficients, cut: int, plan: Round) -> Cost:
+        N, B, first = plan.num_samples, len(plan.sizes), plan.sizes[0]
+
+        def value(name: str, batches: int, samples: int) -> int:
+            a, b, c = coefficients[name]
+            return a + b * batches + c * samples + coefficients.get(f"first.{name}", (0,))[0] * first
+
+        counted = {name: value(name, B, N) for name in coefficients if not name.startswith("first.")}
+        # What lives for one batch grows with its size only.
+        for name in ("memory.activations", "memory.batch_messages"):
+            counted[name] = value(name, 1, first)
+        for name in ("memory.weights", "memory.optimizer"):
+            counted[name] = sum(coefficients[name])
+        if isinstance(kind.method, GAS):
+            # Coefficients are of all epochs of a round, and so are the training steps on what is generated.
+            generated = generated_samples(kind.method, plan, self.samples.task.num_labels)
+            counted["server_flops"] += generated * coefficients["train_flops"][2]
+            counted["placeholder_flops"] += generated * coefficients["train_placeholder_flops"][2]
+        if kind.aligns_in is not None:
+            buffered = min(kind.aligns_in.buffer_size, sum(plan.sizes[:: kind.aligns_in.buffer_every]))
+            for name in ("server_flops", "placeholder_flops"):
+                counted[name] += buffered * sum(coefficients[f"alignment.{name}"])
+        return Cost(
+            method=kind.label,
+            title=type(kind.method).title,
+            cut=cut,
+            num_samples=N,
+            transfers=counted["transfers"],
+            up=_below(counted, "up"),
+            down=_below(counted, "down"),
+            client_flops=counted["client_flops"],
+            server_flops=counted["server_flops"],
+            placeholder_flops=counted["placeholder_flops"],
+            client_memory=_below(counted, "memory"),
+        )
+
+    def _aligned(self, kind: Kind, plain: Coefficients, cut: int, local_epochs: int) -> Coefficients:
+        """Return the coefficients of an alignment round of FSL-SAGE, from those of a plain one.
+
+        Aligning costs (true gradient + epochs · double backward) for each sample in the buffer, and
+        the buffer does not grow with the client's samples once it is full. So it is counted on a buffer
+        of one sample, with one epoch and with two.
+        """
+        assert kind.aligns_in is not None
+        once, twice = (
+            self.measure(replace(kind.aligns_in, buffer_size=1, align_epochs=n), cut, [1], local_epochs) for n in (1, 2)
+        )
+        aligned = dict(plain)
+        for name, counted in once.items():
+            a, b, c = plain.get(name, (0, 0, 0))
+            added = counted - (a + b + c + plain.get(f"first.{name}", (0,))[0])
+            if name in ("server_flops", "placeholder_flops"):
+                epochs = (kind.aligns_in.align_epochs - 1) * (twice[name] - counted)
+                aligned[f"alignment.{name}"] = (added + epochs, 0, 0)
+            elif not name.startswith("memory."):
+                aligned[name] = (a + added, b, c)
+        return aligned
+
+    def setting(self, local_epochs: int = 1, round_index: int = 0) -> Setting:
+        """Return where a measured round stands."""
+        store = Store(self.exchange_dtype)
+        return Setting(seed=0, round_index=round_index, client=0, local_epochs=local_epochs, store=store)
+
+    def measure(
+        self,
+        method: Method,
+        cut: int,
+        sizes: Sequence[int],
+        local_epochs: int = 1,
+        round_index: int = 0,
+        *,
+        compute: bool = False,
+    ) -> Numbers:
+        """Run a round of the method over batches of the given sizes and return all that was counted."""
+        split, task = self.split(cut), self.samples.task
+        setting = self.setting(local_epochs, round_index)
+        ours, theirs = trainable_sides(split)
+        # A learning rate of zero: the optimizers work, and the weights stay as they are for the next round.
+        optimizers = [torch.optim.AdamW(list(side.values()), lr=0.0) for side in (ours, theirs)]
+        with preserved_random_state():
+            method.setup(split, task, seed=0)
+            client = ClientSide(split.client, self.samples.batches(sizes), optimizers[0], setting, task)
+            server = CountedServer(split.server, optimizers[1], setting, task)
+            server.counter = OperationCounter(compute)
+            link = CountedLink(method, client, server.counter)
+            with differentiable_attention(), server.counter:
+                method.round(link, server)
+        link.meter.federate({**ours, **method.federated()}, {})  # an averaged head is none of the paper's table
+        exchanged = sum(client.initial.nbytes().values())
+        numbers = {
+            "transfers": link.meter.transfers,
+            "client_flops": server.counter.flops["client"],
+            "server_flops": server.counter.flops["server"],
+            "placeholder_flops": sum(server.counter.placeholder_flops.values()),
+            "train_flops": server.train_flops,
+            "train_placeholder_flops": server.train_placeholder_flops,
+            "memory.weights": split.client.nbytes() + link.foreign_weights(),
+            "memory.optimizer": link.optimizer_bytes(),
+            "memory.exchange": exchanged + link.round_messages,
+            "memory.batch_messages": link.batch_messages,
+            "memory.activations": link.saved.peak,
+        }
+        for direction in ("up", "down"):
+            numbers |= {f"{direction}.{name}": size for name, size in getattr(link.meter, direction).items()}
+        split.client.zero_grad(set_to_none=True)
+        split.server.zero_grad(set_to_none=True)
+        return numbers
+
+
+def _solve(one: Numbers, two: Numbers, one_one: Numbers, one_two: Numbers) -> Coefficients:
+    """Return a, b, c and d of a + b·B + c·N + d·n₁ from rounds with batches of these sizes."""
+    solved: Coefficients = {}
+    for name in dict.fromkeys([*one, *two, *one_one, *one_two]):
+        x, y, z, w = (counted.get(name, 0) for counted in (one, two, one_one, one_two))
+        per_sample = w - z
+        per_batch = z - x - per_sample
+        of_first = y - x - per_sample
+        solved[name] = (x - per_batch - per_sample - of_first, per_batch, per_sample)
+        if of_first:
+            solved[f"first.{name}"] = (of_first, 0, 0)
+    return solved
+
+
+def _below(counted: Numbers, prefix: str) -> Numbers:
+    found = {name.partition(".")[2]: size for name, size in counted.items() if name.startswith(f"{prefix}.")}
+    return {name: size for name, size in found.items() if size}
+
+
+# ---- Methods with several kinds of round, or that do not grow evenly ----
+
+
+def _kinds(method: Method) -> Iterator[Kind]:
+    if not isinstance(method, FSLSAGE):
+        yield Kind(method.name, method)
+        return
+    quiet = replace(method, align_every=max(2, method.align_every))  # so that round 1 does not align
+    yield Kind(method.name, quiet, index=1, happens=method.align_every > 1)
+    yield Kind(f"{method.name} (alignment)", method, aligns_in=method)
+
+
+def generated_samples(method: GAS, plan: Round, num_labels: int) -> int:
+    """Return how many activations GAS generates in an epoch if a client has its classes in turn."""
+
+    def counts(start: int, stop: int) -> list[int]:
+        return [len(range(start + (label - start) % num_labels, stop, num_labels)) for label in range(num_labels)]
+
+    if not method.per_batch:
+        return num_generated(counts(0, plan.num_samples), method.samples_per_class)
+    total, start = 0, 0
+    for batch, size in enumerate(plan.sizes):
+        share = share_of(method.samples_per_class, batch, len(plan.sizes))
+        total += num_generated(counts(start, start + size), share)
+        start += size
+    return total
+
+
+def cost_methods(
+    model: CostModel,
+    methods: Iterable[str],
+    cut: int,
+    plan: Round,
+    options: Mapping[str, Any] | None = None,
+    run: Run | None = None,
+) -> list[Cost]:
+    """Return the costs of some methods by name; `options` holds the `method_kwargs` of those that have any."""
+    chosen = [make_method(name, (options or {}).get(name)) for name in methods]
+    return [cost for method in chosen for cost in model.costs(method, cut, plan, run)]
+
+
+def known_methods() -> list[str]:
+    """Return the names of the methods, those of the paper's cost table first and in its order."""
+    order = ("vanilla", "oracle", "reuse", "acc_sfl", "mu_splitfed", "fsl_sage", "gas", "coef_d", "coef_j")
+    return [*(name for name in order if name in METHODS), *(name for name in METHODS if name not in order)]

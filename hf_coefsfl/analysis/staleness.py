@@ -1,0 +1,175 @@
+"""What the paper reasons about, measured: how stale a reused gradient is and what the compensation mends.
+
+The probe repeats one client's local updates of a round beside the training. Within a round the client's path depends
+on the feedback alone, so the server can stay at its round-initial weights and say at every step what a fresh gradient
+would have been, Eq. (gradient_staleness). Training does not see any of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from os import PathLike
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from ..methods import CoeFD, GradientReuse, Method
+from ..protocol.messages import Feedback
+from ..protocol.packing import Exchange
+from ..protocol.sides import ClientSide, ServerSide, on_graph
+
+
+@dataclass(frozen=True)
+class ProbePoint:
+    """One local update of the probed client. Errors are relative to the norm of the fresh gradient."""
+
+    round: int
+    update: int
+    displacement: float  # mean over the samples of ||δ||
+    stale_cosine: float  # of g₀ with the fresh gradient
+    stale_error: float
+    compensated_cosine: float  # of g̃ with the fresh gradient
+    compensated_error: float
+    best_lambda: float | None  # λ* of Proposition 1, median over the samples; None where no sample moved
+    helped_share: float | None  # samples with λ < 2 λ*, for which CoeF-D beats gradient reuse
+    surrogate_above: bool  # whether the surrogate F̂(δ) was not below the loss
+
+
+def check_probe(method: Method) -> None:
+    """Refuse to probe a method whose client does not reuse the round-initial feedback."""
+    if not isinstance(method, GradientReuse) or type(method).round is not GradientReuse.round:
+        raise ValueError(
+            f"staleness_probe measures reused gradients, which {method.name!r} does not use (or not as they are). "
+            "Use it with reuse, coef_d, coef_j, ggn or hutchinson, or leave it off."
+        )
+
+
+def probe_staleness(method: GradientReuse, client: ClientSide, server: ServerSide) -> list[ProbePoint]:
+    """Repeat a client's local updates from the round-initial weights of both sides. Leaves the client's changed."""
+    smashed = client.exchange()
+    feedback: Exchange[Feedback] = Exchange(client.setting.store)
+    losses = []
+    for batch, data in enumerate(smashed):
+        feedback.append(method.feedback(server, data, batch), smashed.kept(batch))
+        losses.append(_fresh(server, data.activations, client, batch)[1])
+    points = []
+    for epoch in range(client.setting.local_epochs):
+        for batch, message in enumerate(feedback):
+            activations = client.smash(batch).activations
+            delta = client.displacement(batch)
+            compensated = method.compensate(message, delta, client.output_blocks(batch))
+            fresh, loss = _fresh(server, activations, client, batch)
+            update = epoch * len(feedback) + batch
+            gradients = message.gradient, compensated, fresh
+            points.append(_point(method, client, update, gradients, delta, (losses[batch], loss)))
+            client.descend(compensated)
+    return points
+
+
+def _fresh(server: ServerSide, activations: Tensor, client: ClientSide, batch: int) -> tuple[Tensor, Tensor]:
+    """∇ₛL(s; θˢ) and L(s; θˢ) at the server's weights of the round's start."""
+    leaf = on_graph(replace(client.initial[batch], activations=activations))
+    loss = server.forward(leaf, batch).loss
+    return torch.autograd.grad(loss, leaf.activations)[0], loss.detach()
+
+
+def _point(
+    method: GradientReuse,
+    client: ClientSide,
+    update: int,
+    gradients: tuple[Tensor, Tensor, Tensor],
+    displacement: Tensor,
+    losses: tuple[Tensor, Tensor],
+) -> ProbePoint:
+    """Compare the (stale, compensated, fresh) gradients of an update, and the losses (at s₀, at s)."""
+    stale, compensated, fresh, delta = (t.flatten(1).float() for t in (*gradients, displacement))
+    initial_loss, loss = losses
+    norm = fresh.norm().clamp(min=1e-30)
+    scaled = stale * stale * delta  # D δ
+    moved = scaled.square().sum(1) > 0
+    best = (scaled * (fresh - stale)).sum(1)[moved] / scaled.square().sum(1)[moved]  # as H̄δ = fresh − stale
+    factor = method.compensation_factor if isinstance(method, CoeFD) else CoeFD().compensation_factor
+    surrogate = initial_loss + (delta * (stale + compensated) / 2).sum()
+    return ProbePoint(
+        round=client.setting.round_index + 1,
+        update=update,
+        displacement=delta.norm(dim=1).mean().item(),
+        stale_cosine=cosine_similarity(stale.flatten(), fresh.flatten(), dim=0).item(),
+        stale_error=((stale - fresh).norm() / norm).item(),
+        compensated_cosine=cosine_similarity(compensated.flatten(), fresh.flatten(), dim=0).item(),
+        compensated_error=((compensated - fresh).norm() / norm).item(),
+        best_lambda=best.median().item() if len(best) else None,
+        helped_share=(factor < 2 * best).float().mean().item() if len(best) else None,
+        surrogate_above=bool(surrogate >= loss - 1e-6 * loss.abs()),
+    )
+
+
+def summarize_probe(points: Sequence[ProbePoint]) -> dict[str, float]:
+    """Return the means over a client's local updates, for the log; the first update has no displacement."""
+    later = [point for point in points if point.displacement > 0] or list(points)
+    means = {}
+    for name in asdict(later[0]).keys() - {"round", "update"}:
+        values = [float(v) for point in later if (v := getattr(point, name)) is not None]
+        if values:
+            means[f"probe_{name}"] = sum(values) / len(values)
+    return dict(sorted(means.items()))
+
+
+def save_probe(points: Sequence[ProbePoint], path: Path) -> None:
+    """Write the points as JSON."""
+    path.write_text(json.dumps([asdict(point) for point in points], indent=1) + "\n")
+
+
+def load_probe(path: Path) -> list[ProbePoint]:
+    """Read what `save_probe` wrote."""
+    return [ProbePoint(**entry) for entry in json.loads(path.read_text())]
+
+
+def plot_probe(points: Sequence[ProbePoint], path: str | PathLike[str]) -> None:
+    """Save a picture over local updates: cosine, error and displacement, each the mean over the probed rounds."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    updates = sorted({point.update for point in points})
+    grouped = [[point for point in points if point.update == update] for update in updates]
+
+    def mean(name: str) -> list[float]:
+        values = [[float(v) for point in group if (v := getattr(point, name)) is not None] for group in grouped]
+        return [sum(group) / len(group) if group else float("nan") for group in values]
+
+    stale, compensated = {"color": "#d55e00", "ls": "--", "marker": "X"}, {"color": "#0072b2", "marker": "o"}
+    other = {"color": "#009e73", "marker": "s"}
+    panels: list[tuple[str, list[tuple[str, str | None, dict[str, str]]]]] = [
+        (
+            "cosine with the fresh gradient",
+            [("stale_cosine", "stale g₀", stale), ("compensated_cosine", "compensated g̃", compensated)],
+        ),
+        ("relative error against it", [("stale_error", None, stale), ("compensated_error", None, compensated)]),
+        ("displacement ‖δ‖", [("displacement", None, other)]),
+        ("best λ of CoeF-D, median", [("best_lambda", None, other)]),
+        (
+            "share",
+            [
+                ("helped_share", "samples with λ < 2λ*", other),
+                ("surrogate_above", "surrogate not below the loss", {"color": "#cc79a7", "ls": ":", "marker": "D"}),
+            ],
+        ),
+    ]
+    figure = Figure(figsize=(15, 3.2), dpi=130, layout="constrained")
+    for axes, (title, lines) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        for name, label, style in lines:
+            axes.plot(updates, mean(name), label=label, markersize=4, **style)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("local update of the round")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+        if any(label for _, label, _ in lines):
+            axes.legend(frameon=False, fontsize=8)
+        if title == "share":
+            axes.set_ylim(-0.05, 1.35)
+    figure.savefig(path)

@@ -1,0 +1,186 @@
+"""The runs of a comparison: the product of a spec's lists, and which of them are next."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..analysis.staleness import check_probe
+from ..config import SplitFedConfig
+from ..methods import make_method
+from ..protocol.loss import Task
+from ..tasks import TASKS
+from .spec import Spec, Split, TaskSpec, Variant
+
+Summary = Mapping[str, Any]  # what a finished run says of itself, its summary.json
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: a task and all options but the folder."""
+
+    task: str
+    options: dict[str, Any]
+
+    @cached_property
+    def id(self) -> str:
+        """Return what names its folder: readable, and different for different options.
+
+        Finished runs are found again by it, so it may not depend on anything but the task and the options.
+        """
+        o = self.options
+        content = json.dumps([self.task, o], sort_keys=True, default=str)
+        split = o.get("partition", "iid") + (
+            f"{o.get('dirichlet_alpha', '')}" if o.get("partition") == "dirichlet" else ""
+        )
+        name = f"{self.task}-{split}-cut{o['cut']}-{o['method']}-lr{o['learning_rate']:g}-seed{o['seed']}"
+        readable = re.sub(r"[^a-z0-9_.-]+", "_", name.lower())
+        return f"{readable}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One setting: a task, model, split, cut and method, run with each learning rate and then with each seed."""
+
+    spec: TaskSpec
+    split: Split
+    cut: int
+    variant: Variant
+    refused: str | None  # why the method cannot train for the task
+
+    @cached_property
+    def runs(self) -> dict[tuple[float, int], Run]:
+        """Return all runs it could have, by learning rate and seed."""
+        pairs = [(rate, seed) for rate in self.spec.learning_rates for seed in self.spec.seeds]
+        return {(rate, seed): self._run(rate, seed) for rate, seed in pairs}
+
+    def _run(self, learning_rate: float, seed: int) -> Run:
+        options = {**self.spec.options, **self.split.options, "method": self.variant.method, "cut": self.cut}
+        options |= {"learning_rate": learning_rate, "seed": seed}
+        if self.variant.kwargs:
+            options["method_kwargs"] = dict(self.variant.kwargs)
+        if options.get("staleness_probe") and not _can_be_probed(self.variant):
+            del options["staleness_probe"]
+        return Run(self.spec.task, options)
+
+    def first(self) -> list[Run]:
+        """Return the runs that choose the learning rate: all of them with the first seed."""
+        return [self.runs[rate, self.spec.seeds[0]] for rate in self.spec.learning_rates]
+
+    def later(self, learning_rate: float) -> list[Run]:
+        """Return the runs of the other seeds."""
+        return [self.runs[learning_rate, seed] for seed in self.spec.seeds[1:]]
+
+    def chosen(self, finished: Mapping[str, Summary]) -> float | None:
+        """Return the learning rate with the best final score so far; None before any run has finished."""
+        done = [(score(finished[run.id]), run) for run in self.first() if run.id in finished]
+        if not done:
+            return None
+        return max(done, key=lambda pair: pair[0])[1].options["learning_rate"]  # the first of equals
+
+    def results(self, finished: Mapping[str, Summary]) -> list[tuple[Run, Summary]]:
+        """Return its finished runs with the chosen learning rate, in order of the seeds."""
+        rate = self.chosen(finished)
+        if rate is None:
+            return []
+        runs = [self.runs[rate, seed] for seed in self.spec.seeds]
+        return [(run, finished[run.id]) for run in runs if run.id in finished]
+
+
+def score(summary: Summary) -> float:
+    """Return what learning rates are chosen by, larger is better: the mean of the final scores."""
+    values = [float(value) for value in summary["scores"].values() if value is not None]
+    mean = sum(values) / len(values) if values else math.nan
+    if math.isnan(mean):  # a run that diverged is worse than any other
+        return -math.inf
+    return mean if summary.get("higher_is_better", True) else -mean
+
+
+def expand(spec: Spec) -> list[Cell]:
+    """Return the settings of a spec in its order, or raise ValueError if the options of one are not allowed."""
+    cells = [
+        Cell(task, split, cut, variant, _refusal(task, variant))
+        for task in spec.tasks
+        for split in task.splits
+        for cut in task.cuts
+        for variant in task.methods
+    ]
+    seen: dict[tuple[Any, ...], Cell] = {}
+    for cell in cells:
+        key = cell.spec.title or cell.spec.task, cell.spec.model, cell.split.name, cell.cut, cell.variant.name
+        if key in seen:
+            raise ValueError(
+                f"Two settings have the same place in the tables: {', '.join(map(str, key))}. Give the tasks a "
+                "different `model` or `title`."
+            )
+        seen[key] = cell
+    _check_options(cells)
+    return cells
+
+
+def total(cells: Sequence[Cell]) -> int:
+    """Return the number of runs, those that settings share counted once."""
+    first = {run.id for cell in wanted(cells) for run in cell.first()}
+    later = {(cell.first()[0].id, seed) for cell in wanted(cells) for seed in cell.spec.seeds[1:]}
+    return len(first) + len(later)
+
+
+def wanted(cells: Sequence[Cell]) -> list[Cell]:
+    """Return the settings whose method can train for the task."""
+    return [cell for cell in cells if cell.refused is None]
+
+
+def upcoming(cells: Sequence[Cell], finished: Mapping[str, Summary], given_up: Container[str]) -> Iterator[Run]:
+    """Yield the runs that are neither finished nor given up and whose options are known by now.
+
+    The first seed of every setting comes first, so that a whole table stands early. The other seeds wait for
+    the learning rate.
+    """
+    open_runs: dict[str, Run] = {}
+    for cell in wanted(cells):
+        open_runs |= {run.id: run for run in cell.first()}
+    for cell in wanted(cells):
+        rate = cell.chosen(finished)
+        if rate is not None and all(run.id in finished or run.id in given_up for run in cell.first()):
+            open_runs |= {run.id: run for run in cell.later(rate)}
+    yield from (run for run in open_runs.values() if run.id not in finished and run.id not in given_up)
+
+
+def _refusal(task: TaskSpec, variant: Variant) -> str | None:
+    loss = TASKS[task.task].auto_model.__name__.removeprefix("AutoModel")  # transformers names losses by heads
+    try:
+        make_method(variant.method, variant.kwargs).check_task(Task(loss, 3, ("labels",)))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _can_be_probed(variant: Variant) -> bool:
+    try:
+        check_probe(make_method(variant.method, variant.kwargs))
+    except ValueError:
+        return False
+    return True
+
+
+def _check_options(cells: Sequence[Cell]) -> None:
+    """Build the configuration of each different setting once: it refuses what would not run."""
+    fields = SplitFedConfig.__dataclass_fields__
+    seen = set()
+    for cell in wanted(cells):
+        run = cell.first()[0]
+        options = {name: value for name, value in run.options.items() if name in fields}
+        key = json.dumps({k: v for k, v in options.items() if k not in ("cut",)}, sort_keys=True, default=str)
+        if key in seen:
+            continue
+        seen.add(key)
+        try:
+            SplitFedConfig(output_dir="unused", **options)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{run.id.rpartition('-')[0]}: {error}") from error

@@ -1,0 +1,51 @@
+"""Writing all that a comparison reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..._io import write_atomically
+from ..grid import Cell, Summary
+from ..results import gather, results_json, write_parquet
+from ..runner import Failure
+from ..spec import Spec
+from .html import make_html
+from .plots import write_plots
+from .table_formats import latex, markdown
+from .tables import make_tables
+
+
+def write_report(
+    spec: Spec,
+    cells: Sequence[Cell],
+    root: Path,
+    runs: Path,
+    finished: Mapping[str, Summary],
+    failures: Sequence[Failure] = (),
+    *,
+    plots: bool = True,
+) -> str:
+    """Write results.json, results.parquet, table.md, table.tex, report.html and plots/; return the tables as Markdown.
+
+    Args:
+        spec: the comparison.
+        cells: its settings.
+        root: where to write.
+        runs: where the folders of the runs lie.
+        finished: the summaries of the finished runs, by id.
+        failures: of this call.
+        plots: draw the pictures too, which takes about a second each.
+    """
+    results = gather(spec, cells, finished)
+    tables = make_tables(results)
+    text = "\n".join(markdown(table) for table in tables)
+    write_atomically(root / "results.json", results_json(spec, results))
+    write_parquet(results, root / "results.parquet")
+    write_atomically(root / "table.md", f"# {spec.title}\n\n{text}")
+    packages = "% needs \\usepackage{booktabs,multirow,xcolor}\n"
+    write_atomically(root / "table.tex", packages + "\n".join(latex(table) for table in tables))
+    write_atomically(root / "report.html", make_html(spec, results, runs, failures))
+    if plots:
+        write_plots(results, runs, root / "plots")
+    return text

@@ -1,0 +1,180 @@
+"""The tables of a comparison in the paper's layout: methods below each other, a column for each task."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from ..paper import REFERENCES
+from ..results import Result, Score
+
+BEST, SECOND = "best", "second"
+
+
+class Column(NamedTuple):
+    """Where a result stands. Levels that a table does not need are empty."""
+
+    cut: str
+    split: str
+    title: str
+    score: str
+
+    @property
+    def label(self) -> str:
+        """Return all levels in one line."""
+        return ", ".join(filter(None, self))
+
+
+@dataclass(frozen=True)
+class TableCell:
+    """One entry: a score, how it ranks, and whether all of its runs are there. Without a score it stays empty."""
+
+    score: Score | None = None
+    mark: str | None = None
+    complete: bool = True
+    refused: str | None = None
+    decimals: int = 1
+
+    def show(self, value: float) -> str:
+        """Return a number as the table shows it."""
+        return f"{value:.{self.decimals}f}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method with a model."""
+
+    model: str
+    name: str
+    reference: bool
+    cells: tuple[TableCell, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Models with the same columns."""
+
+    caption: str
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+
+    def blocks(self) -> list[tuple[str, list[Row]]]:
+        """Return the rows of each model."""
+        return [(model, list(rows)) for model, rows in groupby(self.rows, key=lambda row: row.model)]
+
+    def has(self, wanted: Callable[[TableCell], object]) -> bool:
+        """Return whether any entry is such."""
+        return any(wanted(cell) for row in self.rows for cell in row.cells)
+
+
+def make_tables(results: Sequence[Result]) -> list[Table]:
+    """Return a table for each group of models that were trained on the same tasks, splits and cuts."""
+    by_model: dict[str, list[Result]] = {}
+    for result in results:
+        by_model.setdefault(result.cell.spec.model, []).append(result)
+    swept = {model: _sweeps_cuts(found) for model, found in by_model.items()}
+    groups: dict[tuple[Column, ...], list[str]] = {}
+    for model, found in by_model.items():
+        columns = sorted(
+            {_column(r, name, swept[model]) for r in found for name in r.scores},
+            key=lambda column: _order(column, found),
+        )
+        groups.setdefault(tuple(columns), []).append(model)
+    return [_table(full, models, by_model, swept) for full, models in groups.items()]
+
+
+def _table(
+    full: tuple[Column, ...], models: list[str], by_model: dict[str, list[Result]], swept: dict[str, bool]
+) -> Table:
+    rows: list[Row] = []
+    for model in models:
+        found = {
+            (r.cell.variant.name, _column(r, name, swept[model])): (r, name)
+            for r in by_model[model]
+            for name in r.scores
+        }
+        names = dict.fromkeys(r.cell.variant.name for r in by_model[model])
+        methods = {r.cell.variant.name: r.cell.variant.method for r in by_model[model]}
+        marks = [_marks({name: found[name, c] for name in names if (name, c) in found}) for c in full]
+        for name in names:
+            cells = [
+                _cell(*found[name, c], mark.get(name)) if (name, c) in found else TableCell()
+                for c, mark in zip(full, marks, strict=True)
+            ]
+            rows.append(Row(model, name, methods[name] in REFERENCES, tuple(cells)))
+    return Table(_caption(full, models, by_model, swept), _shown(full), tuple(rows))
+
+
+def _cell(result: Result, name: str, mark: str | None) -> TableCell:
+    decimals = 2 if name == "perplexity" else 1
+    return TableCell(result.scores[name], mark, result.complete, result.cell.refused, decimals)
+
+
+def _marks(column: dict[str, tuple[Result, str]]) -> dict[str, str]:
+    """Return best and second-best of a column by what is shown, among the methods that are no references."""
+    shown: dict[str, float] = {}
+    for name, (result, score) in column.items():
+        value = result.scores[score].mean
+        if value is not None and math.isfinite(value) and result.cell.variant.method not in REFERENCES:
+            higher = result.runs[0][1].get("higher_is_better", True)
+            shown[name] = float(_cell(result, score, None).show(value)) * (1 if higher else -1)
+    return ranks(shown)
+
+
+def ranks(values: dict[str, float]) -> dict[str, str]:
+    """Return the marks of the best and second-best. After several best ones there is no second."""
+    if len(values) < 2:
+        return {}
+    order = sorted(set(values.values()), reverse=True)
+    best = [name for name, value in values.items() if value == order[0]]
+    second = [name for name, value in values.items() if len(best) == 1 and value == order[1]]
+    return dict.fromkeys(best, BEST) | dict.fromkeys(second, SECOND)
+
+
+# ---- Columns ----
+
+
+def _sweeps_cuts(results: Sequence[Result]) -> bool:
+    cuts: dict[tuple[str, str], set[int]] = {}
+    for result in results:
+        cuts.setdefault((result.title, result.cell.split.name), set()).add(result.cell.cut)
+    return any(len(found) > 1 for found in cuts.values())
+
+
+def _column(result: Result, score: str, swept: bool) -> Column:
+    title, name = result.title, score
+    if len(result.scores) == 1 and score == "accuracy":
+        name = ""
+    elif score.startswith(title):  # MNLI-m stands for itself
+        title, name = score, ""
+    return Column(f"cut {result.cell.cut}" if swept else "", result.cell.split.name, title, name)
+
+
+def _order(column: Column, results: Sequence[Result]) -> tuple[int, ...]:
+    """Order columns as the spec does, cuts first, then splits, tasks and scores."""
+    swept = bool(column.cut)
+    keys = [_column(r, name, swept) for r in results for name in r.scores]
+    levels = [list(dict.fromkeys(key[level] for key in keys)) for level in range(len(column))]
+    return tuple(known.index(value) for known, value in zip(levels, column, strict=True))
+
+
+def _shown(columns: tuple[Column, ...]) -> tuple[Column, ...]:
+    """Leave out what all columns have in common, but not the last level that tells anything."""
+    varies = [len({column[level] for column in columns}) > 1 for level in range(4)]
+    keep = [varies[0], varies[1], varies[2] or varies[3] or not any(varies), True]
+    return tuple(Column(*(value if k else "" for value, k in zip(column, keep, strict=True))) for column in columns)
+
+
+def _caption(
+    columns: tuple[Column, ...], models: list[str], by_model: dict[str, list[Result]], swept: dict[str, bool]
+) -> str:
+    shown = _shown(columns)
+    parts = [columns[0].title] if not any(c.title for c in shown) else []
+    for model in models:
+        cuts = sorted({r.cell.cut for r in by_model[model]})
+        parts.append(model if swept[model] else f"{model} cut after block {', '.join(map(str, cuts))}")
+    parts += [columns[0].split] if len({c.split for c in columns}) == 1 else []
+    return ", ".join(parts)

@@ -1,0 +1,1 @@
+"""Clients, their data, and the rounds in which they train."""

@@ -1,0 +1,154 @@
+"""The collated mini-batches of the clients of a round, made ahead by worker processes where there are any."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+
+from ..config import SplitFedConfig
+from ..protocol.loss import Task
+from .clients import Federation
+from .sampling import derive_seed, set_cpu_random_state, shuffled_batches
+
+logger = logging.getLogger(__name__)
+Batches = list[dict[str, Any]]
+Place = tuple[int, int, int]  # round, client, batch
+
+
+class ClientData:
+    """What the clients train on.
+
+    With `dataloader_num_workers` processes fetch, transform and collate the next batches (`dataloader_prefetch_factor`
+    of them each, two by default) while a client trains.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        collate: Callable[[list[Any]], dict[str, Any]],
+        task: Task,
+        args: SplitFedConfig,
+    ):
+        self.federation, self.task, self.args = federation, task, args
+        self._collated = CollatedBatches(federation, collate, args)
+        self._plan = _Plan()
+        self._loader: DataLoader[Any] | None = None
+
+    def round(self, round_index: int, clients: Sequence[int]) -> Iterator[list[Any]]:
+        """Yield what was made of each client's data, for `checked` to look at."""
+        made = self._made(round_index, clients)
+        for number, client in enumerate(clients, start=1):
+            try:
+                batches = [_own(next(made)) for _ in range(self._count(client))]
+            except Exception as error:  # a worker died: this client fails, the others get new workers
+                self.close()
+                batches, made = [error], self._made(round_index, clients[number:])
+            yield batches
+
+    def _made(self, round_index: int, clients: Sequence[int]) -> Iterator[Any]:
+        places = [(round_index, client, batch) for client in clients for batch in range(self._count(client))]
+        if not self.args.dataloader_num_workers:
+            return map(self._collated.__getitem__, places)
+        return iter(self._workers(places))
+
+    def close(self) -> None:
+        """End the workers; the next round starts new ones."""
+        self._loader = None
+
+    def batches(self, round_index: int, client: int) -> Batches:
+        """Return the mini-batches of one client's round."""
+        places = [(round_index, client, batch) for batch in range(self._count(client))]
+        return self.checked(client, [self._collated[place] for place in places])
+
+    def checked(self, client: int, batches: list[Any]) -> Batches:
+        """Return the batches in which a label enters the loss; raise what the data raised or labels that do not fit."""
+        name = self.federation.name(client)
+        for batch in batches:
+            if isinstance(batch, Exception):
+                raise batch
+            self.task.check_labels(batch, f"client {name}")
+        labelled = [batch for batch in batches if self.task.has_labels(batch)]
+        if not labelled:
+            raise ValueError(
+                f"Client {name} has no label that enters the loss: all are -100. Leave the client out, or look at the "
+                "truncation of its samples."
+            )
+        if len(labelled) < len(batches):
+            logger.warning("Client %s: %d batches without a label are left out.", name, len(batches) - len(labelled))
+        return labelled
+
+    def _count(self, client: int) -> int:
+        whole, left = divmod(self.federation.sizes[client], self.args.per_device_train_batch_size)
+        return whole + (1 if left and not self.args.dataloader_drop_last else 0)
+
+    def _workers(self, places: Sequence[Place]) -> DataLoader[Any]:
+        self._plan.places = places
+        if self._loader is None:
+            args = self.args
+            self._loader = DataLoader(
+                self._collated,
+                sampler=self._plan,
+                batch_size=None,
+                num_workers=args.dataloader_num_workers,
+                prefetch_factor=args.dataloader_prefetch_factor,
+                persistent_workers=True,
+                pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
+            )
+        return self._loader
+
+
+class CollatedBatches(Dataset[Any]):
+    """Mini-batches by (round, client, batch): what is in one depends on nothing else."""
+
+    def __init__(self, federation: Federation, collate: Callable[[list[Any]], dict[str, Any]], args: SplitFedConfig):
+        self.federation, self.collate = federation, collate
+        self.seed, self.data_seed = args.seed, args.seed if args.data_seed is None else args.data_seed
+        self.batch_size, self.drop_last = args.per_device_train_batch_size, args.dataloader_drop_last
+        self._order: dict[tuple[int, int], list[list[int]]] = {}  # rows of the batches, of the last client asked for
+
+    def __getitem__(self, place: Place) -> Any:
+        """Return a collated batch, or the exception that its data raised."""
+        round_index, client, batch = place
+        if (round_index, client) not in self._order:
+            size = self.federation.sizes[client]
+            order = shuffled_batches(self.data_seed, round_index, client, size, self.batch_size, self.drop_last)
+            self._order = {(round_index, client): order}
+        set_cpu_random_state(derive_seed(self.seed, "data", *place))  # for random augmentation
+        try:
+            return self.collate(self.federation.rows(client, self._order[round_index, client][batch]))
+        except Exception as error:
+            return error if get_worker_info() is None else _portable(error)
+
+
+def _own(batch: Any) -> Any:
+    """Return a batch in memory of this process: each tensor that a worker shares holds a file open."""
+    if not isinstance(batch, Mapping):
+        return batch
+    return {name: t.clone() if isinstance(t, Tensor) and t.is_shared() else t for name, t in batch.items()}
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an exception that can leave its process: the same, or one that says as much."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+class _Plan(Sampler[Place]):
+    """The places of the round that is being run; the loader and its workers outlive it."""
+
+    def __init__(self) -> None:
+        self.places: Sequence[Place] = ()
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)

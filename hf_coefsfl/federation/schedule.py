@@ -1,0 +1,75 @@
+"""How a side trains in a round, as the configuration says: the same in a simulation and on a real client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from ..config import SplitFedConfig
+from ..methods import Method, make_method
+from ..protocol.packing import Store
+from ..protocol.sides import Setting
+
+
+class Methods:
+    """Vanilla SFL for the warm-up rounds, then the method of the run."""
+
+    def __init__(self, args: SplitFedConfig):
+        self.warmup_rounds = args.warmup_rounds
+        self.warmup, self.method = make_method("vanilla"), args.make_method()
+
+    def of_round(self, round_index: int) -> Method:
+        """Return the method of a round."""
+        return self.warmup if round_index < self.warmup_rounds else self.method
+
+
+def make_store(args: SplitFedConfig, ignored_padding: tuple[bool, bool]) -> Store:
+    """Return where a client's round keeps its exchange; padding (before, after) the tokens may be left out."""
+    limit = args.exchange_memory_limit
+    assert not isinstance(limit, str)
+    return Store(args.exchange_dtype, limit, args.output_dir, *ignored_padding)
+
+
+def make_setting(
+    args: SplitFedConfig,
+    round_index: int,
+    client: int,
+    store: Store,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    noise_seed: int | None = None,
+) -> Setting:
+    """Return what both sides of one client's round share; a client may have a secret seed for its noise."""
+    return Setting(
+        seed=args.seed,
+        round_index=round_index,
+        client=client,
+        local_epochs=args.local_epochs,
+        max_grad_norm=args.max_grad_norm,
+        device=args.device,
+        autocast=autocast,
+        store=store,
+        noise=args.smashed_noise,
+        noise_seed=noise_seed,
+    )
+
+
+def local_optimizer(
+    args: SplitFedConfig, parameters: Mapping[str, nn.Parameter], learning_rate: float
+) -> torch.optim.Optimizer:
+    """Return a fresh optimizer (`args.optim`, AdamW by default)."""
+    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
+    kwargs["lr"] = learning_rate
+    return cls([{"params": list(parameters.values()), "weight_decay": args.weight_decay}], **kwargs)
+
+
+def set_mode(half: nn.Module, args: SplitFedConfig) -> None:
+    """Put a half in training mode, with batch statistics frozen and dropout as the config says."""
+    half.train(args.dropout == "synced")
+    for module in half.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()  # running statistics are not averaged over clients

@@ -1,0 +1,152 @@
+"""One communication round in this process group: the sampled clients one after the other, then the average."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from tqdm.auto import tqdm
+
+from ..analysis.flops import CountedLink, OperationCounter
+from ..analysis.staleness import probe_staleness
+from ..config import SplitFedConfig
+from ..methods import GradientReuse
+from ..methods.parts.math_attention import differentiable_attention
+from ..protocol.link import LocalLink, synchronize
+from ..protocol.loss import Task
+from ..protocol.sides import ClientSide, ServerSide
+from ..split import SplitModel
+from .averaging import flatten, unflatten_
+from .batches import Batches, ClientData
+from .clients import Federation
+from .ledger import DROPPED, ClientReport, gather_reports
+from .sampling import assign_clients, is_dropped, preserved_random_state, sample_clients
+from .schedule import set_mode
+from .server import ServerRounds
+
+
+class Simulation(ServerRounds):
+    """Clients and their server sides as objects in this process; the clients of a round are spread over processes."""
+
+    def __init__(
+        self,
+        split: SplitModel,
+        task: Task,
+        federation: Federation,
+        collate: Callable[[list[Any]], dict[str, Any]],
+        args: SplitFedConfig,
+        accelerator: Accelerator,
+    ):
+        super().__init__(split, task, federation, args, accelerator)
+        self.federation = federation
+        self.data = ClientData(federation, collate, task, args)
+
+    def close(self) -> None:
+        """End the workers that collate."""
+        self.data.close()
+
+    def run_round(self, round_index: int, learning_rate: float, progress: bool = False) -> dict[int, ClientReport]:
+        """Train the sampled clients from the global weights, average, and return their reports in client order."""
+        clients = sample_clients(self.args.seed, round_index, len(self.federation), self.args.participation)
+        sizes = {client: self.federation.sizes[client] for client in clients}
+        owners = assign_clients(sizes, self.accelerator.num_processes)
+        mine = [client for client in clients if owners[client] == self.accelerator.process_index]
+        parameters = self.parameters
+        initial = flatten(parameters)
+        trained: dict[int, torch.Tensor] = {}
+        reports: dict[int, ClientReport] = {}
+        known = len(self.staleness)
+        for half in (self.split.client, self.split.server):
+            set_mode(half, self.args)
+        with preserved_random_state():
+            present = [client for client in mine if not self._is_dropped(round_index, client)]
+            fetched = self.data.round(round_index, present)
+            for client in tqdm(mine, desc=f"round {round_index + 1}: clients", leave=False, disable=not progress):
+                unflatten_(parameters, initial)
+                reports[client] = self._run_client(round_index, client, fetched, learning_rate)
+                trained[client] = flatten(parameters)
+                if client == clients[0] and reports[client].failure is None:
+                    self._examine(round_index, client, learning_rate, initial)
+                for parameter in parameters:
+                    parameter.grad = None
+        if self.args.staleness_probe or self.args.count_flops:  # measured by one process, logged by another
+            measured = [self.staleness[known:], self.gflops]
+            self.staleness[known:], self.gflops = broadcast_object_list(measured, owners[clients[0]])
+        reports = gather_reports(reports, self.accelerator)
+        self.average(round_index, reports, trained, owners, initial)
+        return reports
+
+    def _is_dropped(self, round_index: int, client: int) -> bool:
+        return is_dropped(self.args.seed, round_index, client, self.args.client_dropout_rate)
+
+    def _run_client(
+        self, round_index: int, client: int, fetched: Iterator[list[Any]], learning_rate: float
+    ) -> ClientReport:
+        """Train a client on what is fetched next; what it raises is reported where failing clients are skipped."""
+        size = self.federation.sizes[client]
+        if self._is_dropped(round_index, client):
+            return ClientReport.of_absent(DROPPED, size)
+        try:
+            batches = self.data.checked(client, next(fetched))
+            return self._train_client(round_index, client, batches, learning_rate)
+        except Exception as error:
+            if self.args.on_client_failure == "raise":
+                raise
+            return ClientReport.of_absent(f"{type(error).__name__}: {error}", size)
+
+    def _examine(self, round_index: int, client: int, learning_rate: float, initial: torch.Tensor) -> None:
+        """Measure staleness and count operations on one client, where asked for; the weights are left changed."""
+        parameters = self.parameters
+        if self._is_probed(round_index):
+            unflatten_(parameters, initial)
+            self._probe(round_index, client, self.data.batches(round_index, client), learning_rate)
+        if self.args.count_flops:
+            unflatten_(parameters, initial)
+            self._count_operations(round_index, client, self.data.batches(round_index, client), learning_rate)
+
+    def _sides(
+        self, round_index: int, client: int, batches: Batches, learning_rate: float
+    ) -> tuple[ClientSide, ServerSide]:
+        """Return both sides of a client at the present weights, with fresh optimizers."""
+        setting = self.setting(round_index, client)
+        optimizer = self.local_optimizer(self.client_parameters, learning_rate)
+        client_side = ClientSide(self.split.client, batches, optimizer, setting, self.task)
+        return client_side, self.server_side(setting, learning_rate)
+
+    def _train_client(self, round_index: int, client: int, batches: Batches, learning_rate: float) -> ClientReport:
+        """Run the round's method with one client, both sides starting from the present weights."""
+        client_side, server_side = self._sides(round_index, client, batches, learning_rate)
+        method = self.methods.of_round(round_index)
+        link = LocalLink(method, client_side)
+        start = time.perf_counter()
+        method.round(link, server_side)
+        link.meter.federate(self.client_parameters, method.federated())
+        for side in (client_side, server_side):
+            side.finish()
+        synchronize(self.args.device)
+        seconds = time.perf_counter() - start
+        return ClientReport.of(link, server_side, seconds, self.federation.sizes[client])
+
+    def _is_probed(self, round_index: int) -> bool:
+        since = round_index - self.args.warmup_rounds
+        return bool(self.args.staleness_probe) and since >= 0 and since % self.args.staleness_probe == 0
+
+    def _probe(self, round_index: int, client: int, batches: Batches, learning_rate: float) -> None:
+        """Measure the staleness of one client's round; the caller gives the weights back."""
+        assert isinstance(self.method, GradientReuse)
+        self.staleness += probe_staleness(self.method, *self._sides(round_index, client, batches, learning_rate))
+
+    def _count_operations(self, round_index: int, client: int, batches: Batches, learning_rate: float) -> None:
+        """Repeat one client's round under a counter; the caller gives the weights back."""
+        method = copy.deepcopy(self.methods.of_round(round_index))  # what it keeps is none of the run's
+        client_side, server_side = self._sides(round_index, client, batches, learning_rate)
+        counter = OperationCounter()
+        with differentiable_attention(), counter:  # a fused attention would not be seen
+            method.round(CountedLink(method, client_side, counter), server_side)
+        samples = self.federation.sizes[client]
+        self.gflops = {f"{side}_gflops": flops / 1e9 / samples for side, flops in counter.flops.items()}

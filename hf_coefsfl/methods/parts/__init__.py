@@ -1,0 +1,1 @@
+"""What methods share, and the larger parts of single methods."""

@@ -1,0 +1,1 @@
+"""What crosses the cut, and the two sides of it."""

@@ -1,0 +1,150 @@
+"""How a round script reaches a client, and the meter that counts what crosses the cut."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .messages import Message, Parameters, SmashedData
+from .packing import Exchange
+from .sides import ClientSide, Observations
+
+
+@dataclass
+class Meter:
+    """Bytes by ledger heading in each direction, and the number of transfers."""
+
+    up: dict[str, int] = field(default_factory=dict)
+    down: dict[str, int] = field(default_factory=dict)
+    transfers: int = 0
+
+    def count(self, direction: dict[str, int], sent: Message | Exchange[Any]) -> None:
+        """Count the bytes of what is sent."""
+        for kind, size in sent.nbytes().items():
+            direction[kind] = direction.get(kind, 0) + size
+
+    def federate(self, adapters: Mapping[str, Tensor], auxiliary: Mapping[str, Tensor]) -> None:
+        """Count the weights of federated averaging: down before the round, up after it.
+
+        They are no transfers of the exchange across the cut, and the paper's table leaves them out.
+        """
+        for direction in (self.down, self.up):
+            self.count(direction, Parameters(dict(adapters), dict(auxiliary)))
+
+    def add(self, other: Meter) -> None:
+        """Add what another meter counted."""
+        self.transfers += other.transfers
+        for ours, theirs in ((self.up, other.up), (self.down, other.down)):
+            for kind, size in theirs.items():
+                ours[kind] = ours.get(kind, 0) + size
+
+
+class ClientLink(Protocol):
+    """A client as the server sees it. A call that carries messages is one transfer over the cut."""
+
+    local_epochs: int
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches the client has in this round."""
+
+    def upload(self, batches: Sequence[int] | None = None) -> Sequence[SmashedData]:
+        """Ask for the smashed data of some batches, or of the whole round (None)."""
+
+    def stage(self, messages: Iterable[Message]) -> Sequence[Message]:
+        """Make a message for each batch ready for a later `update`, one by one: they need not fit into memory."""
+
+    def update(self, messages: Sequence[Message] | None = None, batches: Sequence[int] | None = None) -> None:
+        """Have the client do its local updates with what is sent down, if anything.
+
+        That of the whole round (None) is the last call, and need not be over when it returns: the server goes on with
+        its own updates while the client trains.
+        """
+
+
+class ClientHandlers(Protocol):
+    """What a client does of a method's round: what a link calls there."""
+
+    def upload(self, client: ClientSide, batches: Sequence[int] | None) -> Sequence[SmashedData]:
+        """Return the smashed data of the whole round (None), or of some batches."""
+
+    def update(self, client: ClientSide, messages: Sequence[Message] | None, batches: Sequence[int] | None) -> None:
+        """Do local updates with what was sent down, if anything."""
+
+
+class FinishedLink(Protocol):
+    """What a link knows of the client once the round is over."""
+
+    meter: Meter
+    client_seconds: float
+    observed: Observations
+
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """What the method keeps of the client's round."""
+
+
+class LocalLink:
+    """The client is an object in this process."""
+
+    def __init__(self, method: ClientHandlers, client: ClientSide):
+        self.method, self.client = method, client
+        self.num_batches = len(client.batches)
+        self.local_epochs = client.setting.local_epochs
+        self.meter = Meter()
+        self.client_seconds = 0.0
+        self.observed: Observations = client.observed
+        self._kept: dict[int, Tensor | None] = {}  # the token positions of each batch that hold anything
+
+    def upload(self, batches: Sequence[int] | None = None) -> Sequence[SmashedData]:
+        """Run the method's upload on the client and meter what it sends."""
+        with self._clock():
+            made = self.method.upload(self.client, batches)
+            sent = made if isinstance(made, Exchange) else self.client.pack(made, lasting=batches is None)
+        self._kept |= {b: sent.kept(i) for i, b in enumerate(batches if batches is not None else range(len(sent)))}
+        self.meter.transfers += 1
+        self.meter.count(self.meter.up, sent)
+        return sent
+
+    def stage(self, messages: Iterable[Message]) -> Exchange[Message]:
+        """Pack messages for the whole round, one for each batch."""
+        return self._pack(messages, None)
+
+    def _pack(self, messages: Iterable[Message], batches: Sequence[int] | None) -> Exchange[Message]:
+        places = range(self.num_batches) if batches is None else batches
+        packed: Exchange[Message] = Exchange(self.client.setting.store, lasting=batches is None)
+        return packed.extend(messages, (self._kept.get(batch) for batch in places))
+
+    def update(self, messages: Sequence[Message] | None = None, batches: Sequence[int] | None = None) -> None:
+        """Meter what is sent down and run the method's update on the client."""
+        if messages is not None:
+            messages = messages if isinstance(messages, Exchange) else self._pack(messages, batches)
+            self.meter.transfers += 1
+            self.meter.count(self.meter.down, messages)
+        with self._clock():
+            self.method.update(self.client, messages, batches)
+
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """What the method keeps of the client's round."""
+        return self.client.kept
+
+    @contextmanager
+    def _clock(self) -> Iterator[None]:
+        synchronize(self.client.setting.device)
+        start = time.perf_counter()
+        yield
+        synchronize(self.client.setting.device)
+        self.client_seconds += time.perf_counter() - start
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for an accelerator, so that clocks measure work and not its queueing."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,223 @@
+"""An exchange as a safetensors file: how it is sent, and how it comes out of a file that others have written.
+
+Both directions keep one message at a time in memory. Nothing is unpickled, and nothing larger than what the file
+holds is allocated: whatever does not fit its declaration is refused with a ValueError.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .messages import M, Message
+from .packing import Exchange, Mapped, Packed, PackedTensor, Places, Store
+
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_NAMED = {name: dtype for dtype, name in _DTYPES.items()}
+_SCALE = ":scale"
+_BLOCK = 1 << 22  # bytes written at once
+_MOST_HEADER = 1 << 24  # bytes
+_MOST_BESIDE = 1 << 26  # bytes of a message that are not packed
+
+
+def write_exchange(exchange: Exchange[Any], path: Path) -> None:
+    """Write an exchange of messages of one kind."""
+    (kind,) = set(exchange.types())
+    told = [{"plain": _plain(packed.rest), "packed": _declared(packed)} for packed in exchange.packed]
+    header: dict[str, Any] = {"__metadata__": {"kind": kind.__name__, "messages": json.dumps(told)}}
+    end = 0
+    for name, values in _named(exchange):
+        size = values.size if isinstance(values, Mapped) else values.numel() * values.element_size()
+        header[name] = {
+            "dtype": _DTYPES[values.dtype],
+            "shape": list(values.shape),
+            "data_offsets": [end, end + size],
+        }
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, values in _named(exchange):
+            _write(file, values.read() if isinstance(values, Mapped) else values)
+
+
+def _write(file: IO[bytes], values: Tensor) -> None:
+    data = values.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
+    for start in range(0, len(data), _BLOCK):
+        file.write(data[start : start + _BLOCK])
+
+
+def _named(exchange: Exchange[Any]) -> Iterator[tuple[str, Tensor | Mapped]]:
+    for place, packed in enumerate(exchange.packed):
+        for name, t in packed.rest.tensors().items():
+            yield f"{place}.{name}", t
+        for name, part in packed.tensors.items():
+            yield f"{place}.{name}", part.values
+            if part.scale is not None:
+                yield f"{place}.{name}{_SCALE}", part.scale
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    return {f.name: getattr(message, f.name) for f in fields(message) if f.name not in message.kinds}
+
+
+def _declared(packed: Packed[Any]) -> dict[str, Any]:
+    return {name: {"shape": list(part.shape), "dtype": _DTYPES[part.dtype]} for name, part in packed.tensors.items()}
+
+
+def read_exchange(
+    path: Path,
+    kind: type[M],
+    store: Store,
+    kept: Callable[[int, M], Tensor | None],
+    device: torch.device = torch.device("cpu"),
+    most: int | None = None,
+) -> Exchange[M]:
+    """Return the exchange in a file; what is large stays there until it is read.
+
+    Args:
+        path: of the file, which may be deleted as soon as this function has returned.
+        kind: what its messages are; those of a subclass are accepted as well.
+        store: of the form in which they were packed.
+        kept: gives the positions that were kept of a message, from its place and what is known of it: a packed tensor
+            has its declared shape and no content there.
+        device: where messages are unpacked.
+        most: messages that the file may hold.
+    """
+    with path.open("rb") as start:
+        if int.from_bytes(start.read(8), "little") > _MOST_HEADER:
+            raise ValueError("its header is too long")
+    try:
+        with safe_open(path, "pt") as checked:  # header, offsets, sizes and the file's length
+            metadata = checked.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"it is no safetensors file: {error}") from error
+    try:
+        told = json.loads(metadata.get("messages", ""))
+        if most is not None and len(told) > most:
+            raise ValueError(f"it holds {len(told)} messages, at most {most} were expected")
+        file = path.open("rb")
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        messages = _by_message(header, len(told))
+        reader = _Reader(file, 8 + length, header, store, device)
+        exchange: Exchange[M] = Exchange(store)
+        for place, (plain, names) in enumerate(zip(told, messages, strict=True)):
+            exchange.packed.append(reader.message(_known(kind, metadata.get("kind")), place, plain, names, kept))
+    except (LookupError, TypeError, AttributeError, OverflowError, RecursionError, RuntimeError) as error:
+        raise ValueError(f"its declaration does not fit: {type(error).__name__}: {error}") from error
+    return exchange
+
+
+def _known(kind: type[M], name: str | None) -> type[M]:
+    """Return the class of a name: the kind that is expected, or a subclass of it."""
+    candidates = [kind]
+    while candidates:
+        candidate = candidates.pop()
+        if candidate.__name__ == name:
+            return candidate
+        candidates += candidate.__subclasses__()
+    raise ValueError(f"{kind.__name__} messages were expected, not {name!r}")
+
+
+def _by_message(header: dict[str, Any], count: int) -> list[list[str]]:
+    found: list[list[str]] = [[] for _ in range(count)]
+    for name in header:
+        if name != "__metadata__":
+            place = name.split(".", 1)[0]
+            if not place.isdecimal() or int(place) >= count:
+                raise ValueError(f"it holds {name!r}, but {count} messages")
+            found[int(place)].append(name)
+    return found
+
+
+class _Reader:
+    def __init__(self, file: IO[bytes], data: int, header: dict[str, Any], store: Store, device: torch.device):
+        self.file, self.data, self.header, self.store, self.device = file, data, header, store, device
+
+    def tensor(self, name: str) -> Tensor | Mapped:
+        entry = self.header[name]
+        start, end = entry["data_offsets"]
+        dtype = _NAMED[entry["dtype"]]
+        if start == end:
+            return torch.empty(entry["shape"], dtype=dtype)
+        return Mapped(self.file, self.data + start, end - start, torch.Size(entry["shape"]), dtype)
+
+    def here(self, name: str) -> Tensor:
+        found = self.tensor(name)
+        return (found if isinstance(found, Tensor) else found.read().clone()).to(self.device)
+
+    def message(
+        self, kind: type[M], place: int, told: Any, names: list[str], kept: Callable[[int, M], Tensor | None]
+    ) -> Packed[M]:
+        values: dict[str, Any] = {
+            name: {key: tuple(map(int, shape)) for key, shape in shapes.items()}
+            for name, shapes in told["plain"].items()
+        }
+        shapes = {name: torch.Size(entry["shape"]) for name, entry in told["packed"].items()}
+        sizes = {name: self.header[name]["data_offsets"][1] - self.header[name]["data_offsets"][0] for name in names}
+        large = sum(size for name, size in sizes.items() if name.split(".", 1)[1] in shapes)
+        if sum(sizes.values()) - large > _MOST_BESIDE + 4 * large:
+            raise ValueError(f"message {place} has more beside its packed tensors than in them")
+        for name in names:
+            field, _, key = name.split(".", 1)[1].partition(".")
+            if name.endswith(_SCALE) or field in shapes:
+                continue
+            if field not in kind.kinds:
+                raise ValueError(f"a {kind.__name__} message has no field {field!r}")
+            if key:
+                values.setdefault(field, {})[key] = self.here(name)
+            else:
+                values[field] = self.here(name)
+        # Without memory: the shapes are not yet known to be sound.
+        outlines = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        rest = kind(**values, **outlines)
+        mask = self.store.positions(kept(place, rest))
+        places = None if mask is None else Places(mask.shape, mask.flatten().nonzero().squeeze(1))
+        packed = {
+            name: self.packed(f"{place}.{name}", shape, _NAMED[told["packed"][name]["dtype"]], places)
+            for name, shape in shapes.items()
+        }
+        nothing: dict[str, Any] = dict.fromkeys(packed)
+        return Packed(replace(rest, **nothing), packed, mask)
+
+    def packed(self, name: str, shape: torch.Size, dtype: torch.dtype, places: Places | None) -> PackedTensor:
+        values = self.tensor(name)
+        scale = self.here(name + _SCALE) if name + _SCALE in self.header else None
+        if places is not None and (len(shape) < 3 or (shape[0], shape[-2]) != places.shape):
+            places = None
+        expected = shape if places is None else torch.Size([len(places.index), *shape[1:-2], shape[-1]])
+        if values.shape != expected:
+            raise ValueError(f"{name} has shape {tuple(values.shape)} instead of {tuple(expected)}")
+        self._check_form(name, values, scale, dtype)
+        nbytes = sum(math.prod(t.shape) * t.dtype.itemsize for t in (values, scale) if t is not None)
+        if isinstance(values, Tensor):
+            values = values.to(self.device)
+        return PackedTensor(values, scale, places, shape, dtype, self.device, nbytes)
+
+    def _check_form(self, name: str, values: Tensor | Mapped, scale: Tensor | None, dtype: torch.dtype) -> None:
+        """Refuse a dtype or a scale other than the store's."""
+        wanted = self.store.dtype
+        if not dtype.is_floating_point:
+            raise ValueError(f"{name} is declared as {dtype}")
+        plain = wanted == "float32" or (wanted != "int8" and dtype.itemsize <= 2)
+        if values.dtype != (dtype if plain else getattr(torch, wanted)):
+            raise ValueError(f"{name} is {values.dtype}, declared as {dtype}, in an exchange of {wanted}")
+        shapes = {"int8": [torch.Size([*values.shape[:-1], 1])], "float16": [torch.Size([])]}
+        allowed: list[Any] = [None] if plain else shapes.get(wanted, [None])
+        if not math.prod(values.shape):
+            allowed = [None]
+        if (None if scale is None else scale.shape) not in allowed:
+            raise ValueError(f"{name} comes with a scale of shape {None if scale is None else tuple(scale.shape)}")

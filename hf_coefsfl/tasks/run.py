@@ -1,0 +1,208 @@
+"""From a command line to a trained, evaluated, saved and described adapter: what every recipe runs."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.utils import logging as hub_logging
+from transformers.utils import logging as transformers_logging
+
+from .. import __version__
+from .._io import to_json, write_atomically
+from ..analysis.tables import accuracy_curve
+from ..config import SplitFedConfig
+from ..split import find_blocks
+from ..split.lora import default_lora
+from ..trainer.checkpoints import fault, last_whole
+from ..trainer.hub import UploadError
+from ..trainer.model_card import CardArguments, evaluated_rounds, evaluations, final_results, public_name
+from ..trainer.trainer import SplitFedTrainer
+from . import TASKS, FineTuningTask
+from .options import parse_options
+
+logger = logging.getLogger(__name__)
+SUMMARY_NAME = "summary.json"
+
+
+def run(
+    task: str,
+    *,
+    method: str = "coef_j",
+    description: str = "",
+    prog: str | None = None,
+    argv: Sequence[str] | None = None,
+) -> None:
+    """Run a recipe: read the options, train, evaluate, save, describe, and push where asked to.
+
+    Args:
+        task: a name in `TASKS`.
+        method: the method unless the options name another.
+        description: what `--help` says first.
+        prog: the command, for `--help` and errors; by default the script's name.
+        argv: the options instead of those of the command line.
+    """
+    parser, arguments, config = parse_options(TASKS[task], method=method, description=description, prog=prog, argv=argv)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    transformers_logging.set_verbosity_warning()
+    hub_logging.set_verbosity_error()  # what it cannot reach is said once, by us
+    try:
+        checkpoint = checkpoint_of(config)
+        job = TASKS[task](arguments, keep=config.partition_column)
+        trainer, evaluated = make_trainer(job, config)
+    except ValueError as error:
+        parser.error(str(error))
+    complete(trainer, job, evaluated, checkpoint)
+
+
+def complete(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str], checkpoint: str | None) -> None:
+    """Train from a checkpoint or the start, evaluate, save, describe, and push where the configuration says so."""
+    config = trainer.args
+    trainer.card_arguments = CardArguments(
+        dataset=public_name(job.dataset_id), dataset_args=job.dataset_config, tasks=job.pipeline_tag
+    )
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if config.load_best_model_at_end or trainer.state.global_step not in evaluations(trainer.state.log_history):
+        trainer.evaluate()
+    trainer.save_model(_internal_call=True)  # without a push: the summary is to come
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        summary = summarize(trainer, job, evaluated)
+        write_atomically(Path(str(config.output_dir)) / SUMMARY_NAME, to_json(summary))
+        print(_last_words(summary, str(config.output_dir)), flush=True)
+    if config.push_to_hub:
+        try:
+            trainer.push_to_hub()
+        except UploadError as error:
+            sys.exit(str(error))
+
+
+def make_trainer(
+    job: FineTuningTask,
+    config: SplitFedConfig,
+    kind: type[SplitFedTrainer] = SplitFedTrainer,
+    *,
+    train: bool = True,
+) -> tuple[Any, list[str]]:
+    """Return the trainer of a task, and the names of its evaluation sets.
+
+    Args:
+        job: the task.
+        config: of the run; a cut that is not given is set.
+        kind: the class of the trainer.
+        train: whether the training data is here; clients may have it.
+    """
+    config.remove_unused_columns = job.remove_unused_columns
+    with config.main_process_first(desc="preparing the data"):
+        prepared = job.prepare(config.seed, train=train)
+    if config.cut < 1:  # not given
+        blocks: Any = find_blocks(prepared.model, config.blocks)[1]
+        config.cut = paper_share(len(blocks))
+    lora = None
+    if not config.full_finetuning:
+        lora = default_lora(
+            prepared.model,
+            head=config.head,
+            blocks=config.blocks,
+            rank=job.arguments.lora_rank,
+            alpha=job.arguments.lora_alpha,
+        )
+    evals = prepared.eval_dataset
+    trainer = kind(
+        model=prepared.model,
+        args=config,
+        train_dataset=prepared.train_dataset if train else None,
+        eval_dataset=next(iter(evals.values())) if len(evals) == 1 else evals,
+        data_collator=prepared.data_collator,
+        processing_class=prepared.processing_class,
+        compute_metrics=prepared.compute_metrics,
+        preprocess_logits_for_metrics=prepared.preprocess_logits_for_metrics,
+        peft_config=lora,
+    )
+    return trainer, list(evals)
+
+
+def paper_share(num_blocks: int) -> int:
+    """Return the cut that gives the client the paper's share of the blocks, a third: 4 of 12, 2 of 6."""
+    return max(num_blocks // 3, 1)
+
+
+def checkpoint_of(config: SplitFedConfig) -> str | None:
+    """Return the checkpoint to go on from; "last" is the newest of the output folder, if there is any."""
+    wanted = config.resume_from_checkpoint
+    if wanted in (None, "last"):
+        return last_whole(str(config.output_dir)) if wanted else None
+    wrong = fault(Path(wanted))
+    if wrong is not None:
+        raise ValueError(f"resume_from_checkpoint={wanted!r}: {wrong}.")
+    return wanted
+
+
+def summarize(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str]) -> dict[str, Any]:
+    """Return what a table or a plot of several runs needs to know of this one."""
+    args, history = trainer.args, trainer.state.log_history
+    metrics = final_results(trainer)
+    assert trainer.clients is not None
+    return {
+        "task": job.name,
+        "title": job.title,
+        "method": args.method,
+        "method_kwargs": args.method_kwargs or None,
+        "model": public_name(job.model_id),
+        "dataset": public_name(job.dataset_id),
+        "cut": args.cut,
+        "num_blocks": trainer.split.num_blocks,
+        "partition": args.partition,
+        "dirichlet_alpha": args.dirichlet_alpha,
+        "num_clients": len(trainer.clients),
+        "participation": args.participation,
+        "num_rounds": args.num_rounds,
+        "warmup_rounds": args.warmup_rounds,
+        "local_epochs": args.local_epochs,
+        "batch_size": args.per_device_train_batch_size,
+        "learning_rate": args.learning_rate,
+        "exchange_dtype": args.exchange_dtype,
+        "seed": args.seed,
+        "scores": job.scores(metrics, evaluated),
+        "higher_is_better": job.higher_is_better,
+        "metrics": metrics,
+        "curve": _curve(trainer, job, evaluated),
+        "mib": trainer.ledger.mib,
+        "transfers": trainer.ledger.total.transfers,
+        # Of both sides in all rounds, also those before an interruption.
+        "seconds": sum(entry.get(f"{side}_seconds", 0.0) for entry in history for side in ("client", "server")),
+        "client_parameters": sum(p.numel() for p in trainer.client_parameters.values()),
+        "server_parameters": sum(p.numel() for p in trainer.server_parameters.values()),
+        "versions": _versions(),
+    }
+
+
+def _curve(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str]) -> list[dict[str, Any]]:
+    """Return the scores of each evaluated round, with the MiB that had crossed the cut by then."""
+    history = trainer.state.log_history
+    # After training comes an evaluation of the last round, or of the best one, which is a round's already.
+    rounds = evaluated_rounds(history) if trainer.args.load_best_model_at_end else evaluations(history)
+    traffic = [entry for entry in history if "bytes_up" in entry]
+    points = accuracy_curve([*traffic, *({"step": step, "eval_": 0.0} for step in rounds)], "eval_")
+    return [{"round": step, "mib": mib, "scores": job.scores(rounds[step], evaluated)} for step, mib, _ in points]
+
+
+def _versions() -> dict[str, str]:
+    import peft
+    import torch
+    import transformers
+
+    versions = {module.__name__: module.__version__ for module in (torch, transformers, peft)}
+    return {"hf_coefsfl": __version__, **versions, "python": sys.version.split()[0]}
+
+
+def _last_words(summary: dict[str, Any], folder: str) -> str:
+    scores = ", ".join(f"{title} {value:.1f}" for title, value in summary["scores"].items())
+    return (
+        f"{summary['title']}, {summary['method']}, {summary['num_rounds']} rounds: {scores}. {summary['mib']:.1f} MiB "
+        f"in {summary['transfers']} transfers crossed the cut at block {summary['cut']} of {summary['num_blocks']}.\n"
+        f"Adapter, halves, card and {SUMMARY_NAME}: {folder}"
+    )

@@ -1,0 +1,5 @@
+"""`SplitFedTrainer` and what it is made of."""
+
+from .trainer import SplitFedTrainer
+
+__all__ = ["SplitFedTrainer"]

@@ -1,0 +1,383 @@
+"""`SplitFedTrainer`: a `Trainer` whose training step is one communication round."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file, save_file
+from torch import distributed, nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedModel, Trainer, set_seed
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints
+
+from ..analysis.staleness import check_probe, load_probe, plot_probe, save_probe, summarize_probe
+from ..config import SplitFedConfig
+from ..federation.clients import Federation
+from ..federation.ledger import SUMMED, ClientReport, Ledger, summarize
+from ..federation.sampling import num_sampled
+from ..federation.server import Clients, ServerRounds
+from ..federation.simulation import Simulation
+from ..protocol.loss import Task
+from ..split import split_model
+from ..split.lora import default_lora, save_halves, trainable_sides
+from .checkpoints import clear, fault, is_checkpoint, last_whole, seal
+from .compilation import compile_blocks
+from .evaluation import EvaluatingTrainer
+from .hub import check_token
+from .launching import check_processes
+from .model_card import write_card
+from .sharing import SharingTrainer
+
+logger = logging.getLogger(__name__)
+LEDGER_NAME = "communication.json"
+ARGS_NAME = "training_args.json"
+PROBE_NAME = "staleness.json"
+STATE_NAME = "method_state.safetensors"  # what a method keeps beside the model
+
+
+@atexit.register
+def _leave_gloo() -> None:
+    """End gloo's threads in order: a process that finishes while they still run is aborted now and then."""
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "gloo":
+        distributed.destroy_process_group()
+
+
+class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
+    """Fine-tune a model that is split between clients and a server.
+
+    The model is cut at block `args.cut`; a LoRA adapter (or every weight) is trained on both sides
+    by `args.method`. Step t of the Trainer is communication round t, so everything that counts
+    steps counts rounds.
+
+    Args:
+        model: a `PreTrainedModel` with a task head, or a `PeftModel` around one.
+        args: the configuration.
+        train_dataset: one dataset, which `args.partition` spreads over the clients, or a list or dict of one
+            dataset for each client.
+        eval_dataset: as for `Trainer`; evaluated by the whole model.
+        data_collator: as for `Trainer`.
+        processing_class: as for `Trainer`.
+        compute_metrics: as for `Trainer`.
+        peft_config: the adapter. Default: LoRA of rank 4 and alpha 8 on every attention and MLP projection, with the
+            head as `args.head` says.
+        callbacks: as for `Trainer`.
+        preprocess_logits_for_metrics: as for `Trainer`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        args: SplitFedConfig,
+        *,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        data_collator: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Any = None,
+        peft_config: PeftConfig | None = None,
+        callbacks: list[Any] | None = None,
+        preprocess_logits_for_metrics: Any = None,
+    ):
+        if not isinstance(args, SplitFedConfig):
+            raise ValueError(f"args must be a SplitFedConfig, got {type(args).__name__}.")
+        if not isinstance(model, (PreTrainedModel, PeftModel)):
+            raise ValueError(f"model must be a PreTrainedModel or a PeftModel, got {type(model).__name__}.")
+        if type(self).compute_loss is not Trainer.compute_loss:
+            raise ValueError(
+                f"{type(self).__name__} overrides compute_loss, which training would not call: the loss is the model's "
+                "own, computed in the server half. Put it into the model's forward."
+            )
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        args.make_method().check_task(Task.of(base, []))  # before the model is touched
+        if args.staleness_probe:
+            check_probe(args.make_method())
+        if args.push_to_hub and args.process_index == 0:
+            check_token(args.hub_token)
+        self.federation = Federation.of(train_dataset, args) if train_dataset is not None else None
+        model = self._with_adapter(model, args, peft_config)
+        _ = args.device  # sets up the devices
+        check_processes(args)
+        args._n_gpu = min(args.n_gpu, 1)  # one device a process: clients are spread, not batches
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+        self.args: SplitFedConfig = args
+        if args.gradient_checkpointing:  # before the split: the halves are clones of the modules
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
+        self.split = split_model(model, args.cut, args.blocks)
+        compile_blocks(self.split, args, self.accelerator)
+        self._halves = nn.ModuleList([self.split.client, self.split.server])
+        self.client_parameters, self.server_parameters = trainable_sides(self.split)
+        self.task = Task.of(base, self.label_names)
+        self.clients: Clients | None = self.federation
+        self.ledger = Ledger()
+        self._reports: list[dict[str, float]] = []  # of the rounds since the last log
+        self._check_sides()
+        self.simulation: ServerRounds | None = self._make_simulation()
+
+    # ---- Set-up ----
+
+    @staticmethod
+    def _with_adapter(
+        model: PreTrainedModel | PeftModel, args: SplitFedConfig, peft_config: PeftConfig | None
+    ) -> PreTrainedModel | PeftModel:
+        if isinstance(model, PeftModel):
+            if peft_config is not None:
+                raise ValueError("model is a PeftModel already and peft_config is given. Pass the one or the other.")
+            return model
+        if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+            raise ValueError(
+                "model holds PEFT layers already, for instance of an earlier trainer: PEFT changes a model in place. "
+                "Load it anew, or give each trainer a copy.deepcopy of it."
+            )
+        if args.full_finetuning:
+            if peft_config is not None:
+                raise ValueError(
+                    "full_finetuning=True trains every weight, yet peft_config is given. Drop one of them."
+                )
+            return model
+        set_seed(args.seed)  # LoRA starts from random numbers
+        return get_peft_model(model, peft_config or default_lora(model, head=args.head, blocks=args.blocks))
+
+    def _check_sides(self) -> None:
+        for side, parameters in (("below", self.client_parameters), ("above", self.server_parameters)):
+            if not parameters:
+                raise ValueError(
+                    f"Nothing is trained {side} the cut at block {self.args.cut} of {self.split.num_blocks}. Give both "
+                    "sides trainable parameters (LoRA on all blocks does), move the cut, or load your adapter with "
+                    "is_trainable=True."
+                )
+            half = [name for name, parameter in parameters.items() if parameter.dtype == torch.float16]
+            if half:
+                raise ValueError(
+                    f"{len(half)} trained weights are float16 ({half[0]} ...), in which AdamW loses its way. Load the "
+                    "model with dtype=torch.float32, and set bf16=True for faster arithmetic where the device has it."
+                )
+        shared = self.split.shared_trainable()
+        if shared:
+            raise ValueError(
+                f"Both halves need to train {', '.join(shared)}, but a weight can live on one side only. Freeze it, "
+                "untie it (config.tie_word_embeddings=False), or train a LoRA adapter instead."
+            )
+
+    def _make_simulation(self) -> Simulation | None:
+        """Drop the columns the model does not take, as `Trainer` does, and look at a sample of each dataset."""
+        if self.federation is None:
+            return None
+        collate = self.data_collator
+        if hasattr(self.federation.datasets[0], "column_names"):
+            self.federation = self.federation.map_datasets(lambda d: self._remove_unused_columns(d, "training"))
+        else:
+            collate = self._get_collator_with_removed_columns(self.data_collator, "training")
+        # Clients that share a dataset, or its columns, share what is looked at.
+        for client in self.federation.examples():
+            self._check_sample(collate(self.federation.rows(client, [0])))
+        return Simulation(self.split, self.task, self.federation, collate, self.args, self.accelerator)
+
+    def _check_sample(self, batch: Any) -> None:
+        missing = [name for name in self.label_names if name not in batch]
+        if missing:
+            raise ValueError(
+                f"The training batches have no {', '.join(missing)}, only {', '.join(batch)}: the loss needs labels. "
+                f"Rename the dataset's label column to {missing[0]!r}, have the collator make it, or set label_names."
+            )
+        needed = getattr(self.model, "main_input_name", None)
+        if needed is not None and needed not in batch and "inputs_embeds" not in batch:
+            raise ValueError(
+                f"The training batches have no {needed!r}, only {', '.join(batch)}: the model needs it. Preprocess the "
+                f"dataset into a {needed!r} column, or have the collator make it."
+            )
+
+    # ---- What Trainer asks for ----
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Train for `args.num_rounds` rounds.
+
+        `resume_from_checkpoint` is a checkpoint, or True for the last whole one of the output folder. Without it the
+        ledger starts anew.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_whole(self.args.output_dir or "")
+            if resume_from_checkpoint is None:
+                raise ValueError(f"There is no whole checkpoint in {self.args.output_dir} to resume from.")
+        elif resume_from_checkpoint:
+            wrong = fault(Path(resume_from_checkpoint))
+            if wrong is not None:
+                raise ValueError(f"The checkpoint {resume_from_checkpoint} cannot be resumed from: {wrong}.")
+        self.ledger, self._reports = Ledger(), []
+        if self.simulation is not None:
+            self.simulation.staleness = []
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            if self.simulation is not None:
+                self.simulation.close()
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return the loader of the rounds; each item is a round's index, the same in every process."""
+        if self.simulation is None:
+            raise ValueError("Training needs a train_dataset.")
+        # batch_size=None would break the Trainer's skipping of finished rounds on resume.
+        rounds = cast("Dataset[int]", range(self.args.num_rounds))
+        return DataLoader(rounds, batch_size=1, collate_fn=lambda batch: {"round": batch[0]})
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Return the carrier of the learning rate, for schedulers and logs; local updates have their own AdamW."""
+        if self.optimizer is None:
+            self.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(0))], lr=self.args.learning_rate)
+        return self.optimizer
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: DataLoader | None = None) -> nn.Module:
+        # Anything but self.model keeps Trainer from wrapping it for data parallelism.
+        return self._halves if training else super()._wrap_model(model, training, dataloader)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the mean number of samples a round trains on, for the samples per second."""
+        if not self.clients:
+            return 0
+        sampled = num_sampled(len(self.clients), args.participation)
+        return round(sum(self.clients.sizes) / len(self.clients) * sampled * args.local_epochs)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Return 0: a round's inputs are clients, not tokens."""
+        return 0
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        return None  # clipping happens in the local updates
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
+        assert self.simulation is not None
+        return self.simulation.update_norm
+
+    # ---- One round ----
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Run one communication round: local training of the sampled clients, then federated averaging."""
+        assert self.simulation is not None and self.clients is not None
+        round_index = self.state.global_step  # not the loader's, which ignore_data_skip would start over
+        progress = not self.args.disable_tqdm and self.is_local_process_zero()
+        reports = self.simulation.run_round(round_index, self._get_learning_rate(), progress)
+        self.ledger.add(round_index, {self.clients.name(client): report for client, report in reports.items()})
+        summary = summarize(reports)
+        probed = [point for point in self.simulation.staleness if point.round == round_index + 1]
+        self._reports.append(summary | (summarize_probe(probed) if probed else {}) | self._counted(reports))
+        if self.args.should_save:
+            folder = Path(self.args.output_dir or "")
+            self.ledger.save(folder / LEDGER_NAME)
+            if probed:
+                save_probe(self.simulation.staleness, folder / PROBE_NAME)
+                plot_probe(self.simulation.staleness, (folder / PROBE_NAME).with_suffix(".png"))
+        return torch.tensor(summary.get("server_loss", math.nan), device=self.args.device)  # NaN: Trainer's mean
+
+    def _counted(self, reports: dict[int, ClientReport]) -> dict[str, float]:
+        """Return the GFLOPs of each side, per sample as counted on one client, and for all samples of the round."""
+        assert self.simulation is not None
+        samples = sum(report.num_samples for report in reports.values())
+        gflops = self.simulation.gflops
+        return gflops | {f"{name}_per_round": value * samples for name, value in gflops.items()}
+
+    # ---- Logs and files ----
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add what the rounds since the last log reported: sums of bytes, transfers, seconds; means of the rest."""
+        if "loss" in logs and self._reports:
+            for name in dict.fromkeys(name for report in self._reports for name in report):
+                values = [report[name] for report in self._reports if name in report]
+                logs[name] = sum(values) if name in SUMMED else sum(values) / len(values)
+            logs["loss"] = logs.get("server_loss", logs["loss"])  # not rounded by a mean over the processes
+            self._reports.clear()
+        super().log(logs, start_time)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        folder = Path(output_dir or self.args.output_dir or "")
+        super()._save(str(folder), state_dict=state_dict)
+        (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; the JSON beside it says the same
+        self._save_arguments(folder)
+        self.ledger.save(folder / LEDGER_NAME)
+        if self.simulation is not None:
+            state = self.simulation.method.state_dict()
+            (folder / STATE_NAME).unlink(missing_ok=True)
+            if state:
+                save_file({name: t.detach().contiguous().cpu() for name, t in state.items()}, folder / STATE_NAME)
+            if self.simulation.staleness:
+                save_probe(self.simulation.staleness, folder / PROBE_NAME)
+        # Trainer takes adapter folders inside a checkpoint for further adapters and would load those.
+        if not is_checkpoint(folder):
+            save_halves(self.split, folder)
+            write_card(self, folder)  # over PEFT's
+
+    def _save_arguments(self, folder: Path) -> None:
+        (folder / ARGS_NAME).write_text(json.dumps(self.args.to_dict(), indent=2, default=str) + "\n")
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint and seal it; only then are older ones deleted."""
+        args, output_dir = self.args, self._get_output_dir(trial=trial)
+        folder = Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if args.should_save:
+            clear(folder)
+        self.accelerator.wait_for_everyone()
+        limit, args.save_total_limit = args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()  # each process has left its random state there
+        if args.should_save:
+            self._save_arguments(folder)
+            seal(folder)
+            rotate_checkpoints(output_dir, limit, self.state.best_model_checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if isinstance(self.model, PeftModel):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self._load_weights(resume_from_checkpoint)
+        self.ledger = Ledger.load(Path(resume_from_checkpoint) / LEDGER_NAME)
+        if self.simulation is not None:
+            probe, state = (Path(resume_from_checkpoint) / name for name in (PROBE_NAME, STATE_NAME))
+            self.simulation.staleness = load_probe(probe) if probe.exists() else []
+            self.simulation.set_up_method()
+            if state.exists():
+                kept = load_file(state)  # to the CPU: safetensors does not know the device "cpu:0" of many processes
+                self.simulation.method.load_state_dict({name: t.to(self.args.device) for name, t in kept.items()})
+            elif self.simulation.method.state_dict():
+                raise ValueError(
+                    f"{resume_from_checkpoint} holds no {STATE_NAME}, which method={self.args.method!r} needs: it is "
+                    "incomplete or of another method. Resume with the method it was made with."
+                )
+
+    def _load_best_model(self) -> None:
+        if isinstance(self.model, PeftModel):
+            super()._load_best_model()
+        else:
+            self._load_weights(str(self.state.best_model_checkpoint))
+
+    def _load_weights(self, folder: str) -> None:
+        """Load a whole model. `from_pretrained` knows the names that `save_pretrained` writes; Trainer does not."""
+        assert isinstance(self.model, PreTrainedModel)
+        self.model.load_state_dict(type(self.model).from_pretrained(folder, dtype=self.model.dtype).state_dict())
+
+    def plot_partition(self, path: str | os.PathLike[str], column: str | None = None) -> None:
+        """Save a picture of the clients' samples by class."""
+        if self.federation is None:
+            raise ValueError("There is no train_dataset to draw.")
+        Federation.of(self.train_dataset, self.args).plot(path, column or self.args.partition_column)

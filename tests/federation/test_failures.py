@@ -1,0 +1,126 @@
+"""Clients that fail or drop out: left out of the average and told, or an error that names them."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_coefsfl import SplitFedConfig, SplitFedTrainer
+from hf_coefsfl.federation.sampling import assign_clients, is_dropped
+from hf_coefsfl.federation.schedule import set_mode
+from tests.support.federated import images, rounds, same, trainer, weights
+
+CLIENTS = 4
+
+
+class Faulty(torch.utils.data.Dataset):
+    """A client's images, of which one cannot be read or is no number."""
+
+    def __init__(self, rows: Any, fault: str | None):
+        self.rows, self.fault = rows, fault
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        row = {"pixel_values": self.rows[i]["pixel_values"].clone(), "labels": self.rows[i]["labels"]}
+        if self.fault == "raises" and i == 3:
+            raise OSError("the disk of this client is gone")
+        if self.fault == "nan" and i == 3:
+            row["pixel_values"] = row["pixel_values"] * float("nan")
+        return row
+
+
+def federation(tmp_path: Path, faults: dict[int, str], **options: Any) -> SplitFedTrainer:
+    """Return a trainer over four clients, all of which take part, some with a fault."""
+    rows = images(48)
+    parts = [rows.select(range(12 * c, 12 * c + 12)) for c in range(CLIENTS)]
+    data = {f"c{c}": Faulty(part, faults.get(c)) for c, part in enumerate(parts)}
+    options = {"num_clients": None, "participation": 1.0, "num_rounds": 2, "warmup_rounds": 0, **options}
+    return trainer(tmp_path, data=data, **options)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("raises", "OSError: the disk of this client is gone"), ("nan", "NaN or infinity on the client side")],
+)
+@pytest.mark.parametrize("method", ["coef_j", "gas"])
+def test_a_failing_client_is_as_if_it_were_not_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str, reason: str, method: str
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        run = federation(tmp_path / "run", {2: fault}, on_client_failure="skip", method=method)
+        run.train()
+    assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
+    assert [entry["failed_clients"] for entry in rounds(run)] == [1, 1]
+    entries = json.loads((tmp_path / "run" / "communication.json").read_text())["entries"]
+    failed = [entry for entry in entries if "failure" in entry]
+    assert [(e["round"], e["client"]) for e in failed] == [(1, "c2"), (2, "c2")]
+    assert all(reason in entry["failure"] for entry in failed)
+    assert f"Round 1, client c2: {reason}" in caplog.text and "left out of the average" in caplog.text
+    # However it failed, the others give the same weights.
+    again = federation(tmp_path / "again", {2: "raises"}, on_client_failure="skip", method=method)
+    again.train()
+    assert same(weights(run), weights(again))
+
+
+def test_survivors_alone_make_the_average(tmp_path: Path) -> None:
+    """With one survivor the new weights are that client's own."""
+    alone = federation(tmp_path / "alone", {0: "raises", 1: "nan", 3: "raises"}, on_client_failure="skip", num_rounds=1)
+    alone.train()
+    assert alone.simulation is not None
+    simulation, start = alone.simulation, federation(tmp_path / "start", {}).simulation
+    assert start is not None
+    for half in (start.split.client, start.split.server):
+        set_mode(half, start.args)
+    batches = start.data.batches(0, 2)
+    start._train_client(0, 2, batches, alone.args.learning_rate)
+    for name, parameter in start.client_parameters.items():
+        torch.testing.assert_close(parameter, simulation.client_parameters[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("fault", "error"), [("raises", OSError), ("nan", ValueError)])
+def test_by_default_a_failure_is_an_error(tmp_path: Path, fault: str, error: type[Exception]) -> None:
+    run = federation(tmp_path, {2: fault})
+    before = weights(run)
+    with pytest.raises(error, match="disk of this client" if fault == "raises" else "client c2: NaN or infinity"):
+        run.train()
+    assert same(before, weights(run))
+
+
+def test_a_round_without_survivors_keeps_the_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = federation(tmp_path, {}, client_dropout_rate=1.0, eval_strategy="steps", eval_steps=1)
+    before = weights(run)
+    with caplog.at_level(logging.WARNING):
+        run.train()
+    assert same(before, weights(run))
+    assert "Round 2: no client is left. The weights stay as they are." in caplog.text
+    assert [entry["failed_clients"] for entry in rounds(run)] == [4, 4] and run.ledger.total.transfers == 0
+    json.loads((tmp_path / "communication.json").read_text(), parse_constant=pytest.fail)  # no NaN in there
+
+
+def test_dropout_follows_the_rate_and_the_seed(tmp_path: Path) -> None:
+    lost = [is_dropped(0, t, c, 0.3) for t in range(50) for c in range(20)]
+    assert 0.25 < sum(lost) / len(lost) < 0.35 and lost == [
+        is_dropped(0, t, c, 0.3) for t in range(50) for c in range(20)
+    ]
+    assert lost != [is_dropped(1, t, c, 0.3) for t in range(50) for c in range(20)]
+    run = federation(tmp_path, {}, client_dropout_rate=0.5)
+    run.train()
+    expected = [(t + 1, f"c{c}") for t in range(2) for c in range(4) if is_dropped(run.args.seed, t, c, 0.5)]
+    assert expected and expected == [(e["round"], e["client"]) for e in run.ledger.entries if "failure" in e]
+
+
+@pytest.mark.parametrize(("name", "value"), [("on_client_failure", "ignore"), ("client_dropout_rate", 1.5)])
+def test_bad_options(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        SplitFedConfig(output_dir="out", **{name: value})
+
+
+def test_clients_are_spread_by_size() -> None:
+    # 9 and 8 and 5 to a process each; 4 to the 5, the lightest; 1 to the 8, which is lighter than 9 and 5 + 4.
+    assert assign_clients({0: 5, 1: 9, 2: 8, 3: 4, 4: 1}, 3) == {1: 0, 2: 1, 0: 2, 3: 2, 4: 1}
+    assert assign_clients({7: 3}, 3) == {7: 0} and assign_clients({1: 2, 2: 2}, 1) == {1: 0, 2: 0}

@@ -1,0 +1,380 @@
+"""Every row to exactly one client, the asked-for skew, and errors that say what to do."""
+
+import sys
+import time
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_coefsfl.federation.partition import (
+    Partition,
+    by_column,
+    column_values,
+    dirichlet,
+    iid,
+    make_partition,
+    plot_partition,
+)
+
+LABELS = np.random.default_rng(0).integers(0, 10, 10_000)
+
+
+def rows(partition: Partition) -> list[list[int]]:
+    return [client.tolist() for client in partition.indices]
+
+
+def assert_covers(partition: Partition, num_samples: int) -> None:
+    assert sorted(np.concatenate(partition.indices).tolist()) == list(range(num_samples))
+
+
+def skew(partition: Partition, labels: np.ndarray) -> float:
+    """Mean total variation distance between a client's classes and those of all: 0 for equal, near 1 for one class."""
+    _, counts = partition.counts(labels)
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    return float(0.5 * np.abs(shares - counts.sum(axis=0) / counts.sum()).sum(axis=1).mean())
+
+
+# --- covering, sizes, seeds ---
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 2**32))
+def test_iid_covers_with_equal_sizes(num_samples, num_clients, seed):
+    if num_clients > num_samples:
+        with pytest.raises(ValueError, match=f"use at most {num_samples} clients"):
+            iid(num_samples, num_clients, seed)
+        return
+    partition = iid(num_samples, num_clients, seed)
+    assert_covers(partition, num_samples)
+    assert len(partition) == len(partition.names) == num_clients
+    assert max(partition.sizes()) - min(partition.sizes()) <= 1
+
+
+@settings(deadline=None)
+@given(
+    labels=st.lists(st.integers(-3, 5), min_size=20, max_size=200),
+    num_clients=st.integers(1, 5),
+    alpha=st.floats(0.5, 1e9),
+    seed=st.integers(0, 1000),
+    min_size=st.integers(1, 2),
+)
+def test_dirichlet_covers_and_keeps_min_size(labels, num_clients, alpha, seed, min_size):
+    partition = dirichlet(labels, num_clients, alpha, seed, min_size)
+    assert_covers(partition, len(labels))
+    assert len(partition) == num_clients
+    assert min(partition.sizes()) >= min_size
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-5, 5), min_size=1) | st.lists(st.text(max_size=2), min_size=1))
+def test_by_column_has_one_client_per_value(values):
+    partition = by_column(values)
+    assert_covers(partition, len(values))
+    assert list(partition.names) == [str(value) for value in sorted(set(values))]
+    for name, client in zip(partition.names, rows(partition), strict=True):
+        assert {str(values[row]) for row in client} == {name}
+        assert client == sorted(client)
+
+
+@pytest.mark.parametrize("make", [lambda s: iid(10_000, 7, s), lambda s: dirichlet(LABELS, 7, 0.3, s)])
+def test_seed_decides(make):
+    assert rows(make(3)) == rows(make(3))
+    assert rows(make(3)) != rows(make(4))
+
+
+def test_partitions_do_not_change_between_releases():
+    assert rows(iid(7, 3, seed=0)) == [[2, 4, 3], [6, 5], [0, 1]]
+    assert rows(dirichlet([0, 0, 0, 1, 1, 1], 2, alpha=0.5, seed=0)) == [[5, 4, 3, 0], [2, 1]]
+
+
+# --- skew ---
+
+
+def test_small_alpha_is_skewed_and_large_alpha_is_not():
+    reference = skew(iid(len(LABELS), 20, 0), LABELS)
+    assert reference < 0.07
+    by_alpha = [skew(dirichlet(LABELS, 20, alpha, 0), LABELS) for alpha in (0.05, 0.5, 5, 1e6)]
+    assert by_alpha[0] > 0.6
+    assert by_alpha == sorted(by_alpha, reverse=True)
+    assert by_alpha[-1] < reference
+
+
+def test_proportions_follow_the_dirichlet_distribution():
+    # Var(p) = (1/K)(1 - 1/K) / (K alpha + 1) for each of K clients: compared over 400 classes.
+    num_clients, alpha = 5, 0.7
+    labels = np.repeat(np.arange(400), 200)
+    _, counts = dirichlet(labels, num_clients, alpha, seed=0).counts(labels)
+    shares = counts / counts.sum(axis=0)
+    expected = (1 / num_clients) * (1 - 1 / num_clients) / (num_clients * alpha + 1)
+    assert shares.mean(axis=1) == pytest.approx(np.full(num_clients, 1 / num_clients), abs=0.03)
+    assert shares.var() == pytest.approx(expected, rel=0.1)
+
+
+def test_large_alpha_shares_out_classes_smaller_than_the_number_of_clients():
+    # Without shuffled places, rounding gives every class of 3 rows to the same 3 of 10 clients.
+    labels = np.repeat(np.arange(200), 3)
+    assert min(dirichlet(labels, 10, 1e6, seed=0).sizes()) > 30
+
+
+def test_rows_of_a_client_are_shuffled():
+    labels = np.repeat([0, 1], 500)
+    for client in dirichlet(labels, 2, 1e6, seed=0).indices:
+        assert 0.3 < labels[client[:100]].mean() < 0.7
+
+
+# --- what a column may be ---
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        LABELS.tolist(),
+        LABELS.astype(np.uint8),
+        LABELS.astype(float),
+        torch.tensor(LABELS),
+        list(torch.tensor(LABELS)),
+        list(LABELS),
+        [f"class {label}" for label in LABELS],
+        np.array([f"class {label}" for label in LABELS]),
+    ],
+    ids=["ints", "uint8", "whole floats", "tensor", "tensors", "numpy ints", "strings", "numpy strings"],
+)
+def test_equal_labels_of_any_type_give_equal_partitions(labels):
+    partition = dirichlet(labels, 5, 0.5, 0)
+    assert rows(partition) == rows(dirichlet(LABELS, 5, 0.5, 0))
+    assert (partition.counts(labels)[1] == partition.counts(LABELS)[1]).all()
+
+
+class DictDataset(torch.utils.data.Dataset):
+    def __init__(self, labels):
+        self.labels = labels
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, row):
+        if row >= len(self):
+            raise IndexError(row)
+        return {"pixel_values": torch.zeros(2), "label": torch.tensor(self.labels[row])}
+
+
+def hf_dataset(**columns) -> datasets.Dataset:
+    return datasets.Dataset.from_dict(columns)
+
+
+def test_column_values_of_every_kind_of_dataset():
+    labels = [2, 0, 1, 2]
+    class_label = hf_dataset(text=list("abcd"), label=labels).cast_column(
+        "label", datasets.ClassLabel(names=["x", "y", "z"])
+    )
+    for dataset in (
+        class_label,
+        class_label.with_format("torch"),
+        class_label.with_transform(lambda batch: {"n": [len(text) for text in batch["text"]]}),
+        [{"labels": label} for label in labels],
+        DictDataset(labels),
+        torch.utils.data.Subset(DictDataset([9, *labels]), [1, 2, 3, 4]),
+    ):
+        assert column_values(dataset).tolist() == labels
+    assert column_values(class_label, "text").tolist() == list("abcd")
+    assert column_values(class_label.select([3, 1])).tolist() == [2, 0]  # rows as the dataset shows them
+
+
+def test_labels_come_before_label():
+    assert column_values(hf_dataset(label=[0, 1], labels=[1, 1])).tolist() == [1, 1]
+
+
+def test_images_are_not_decoded():
+    dataset = hf_dataset(image=[{"bytes": b"not an image", "path": None}] * 3, label=[0, 1, 0])
+    dataset = dataset.cast_column("image", datasets.Image())
+    with pytest.raises(Exception, match="identify image"):
+        dataset[0]
+    assert column_values(dataset).tolist() == [0, 1, 0]
+    with pytest.raises(ValueError, match=r"column 'image': one discrete value per row.*Image"):
+        column_values(dataset, "image")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "column", "message"),
+    [
+        (hf_dataset(text=["a"], x=[1]), "speaker", r"no column 'speaker'; it has \['text', 'x'\]"),
+        ([{"text": "a"}], "speaker", r"no column 'speaker'; it has \['text'\]"),
+        (hf_dataset(text=["a"], x=[1]), None, r"no label column \(labels or label\).*one of \['text', 'x'\]"),
+        (hf_dataset(labels=[[0, 1], [1]]), None, r"column 'labels': one discrete value per row.*partition='iid'"),
+        (hf_dataset(answers=[{"start": 1}]), "answers", "column 'answers': one discrete value per row"),
+        ([{"labels": [0, 1]}, {"labels": [1]}], None, "column 'labels': one discrete value per row"),
+        ([{"labels": torch.tensor([0, 1])}], None, "column 'labels': one discrete value per row"),
+        (hf_dataset(label=[0.5, 1.0]), None, r"continuous \(e.g. 0.5\).*bin them"),
+        (hf_dataset(label=[0, None, None]), None, "2 of 3 values are missing .* row 1"),
+        (hf_dataset(label=["a", None]), None, "1 of 2 values are missing .* row 1"),
+        ([{"label": 0.0}, {"label": float("nan")}], None, "1 of 2 values are missing .* row 1"),
+        ([{"label": 1}, {"label": "1"}], None, "mix strings with other types"),
+        ([(1, 2)], None, "must be dicts to read a column, got tuple"),
+        (hf_dataset(label=[]), None, "no rows"),
+        (datasets.DatasetDict(train=hf_dataset(label=[1])), None, r"pass one of them: \['train'\]"),
+        (hf_dataset(label=[1]).to_iterable_dataset(), None, "with a length is needed.*IterableDataset"),
+    ],
+)
+def test_column_errors_say_what_is_there(dataset, column, message):
+    with pytest.raises(ValueError, match=message):
+        column_values(dataset, column)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([[0, 1], [1]], "one discrete value per row"),
+        (np.zeros((4, 2)), "one discrete value per row"),
+        (torch.zeros(4, 2), "one discrete value per row"),
+        (np.array([0.0, np.nan]), "missing"),
+        (np.linspace(0, 1, 8), "continuous"),
+        (["a", 1], "mix strings"),
+        ([], "no rows"),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused(labels, message):
+    for refuse in (lambda: dirichlet(labels, 1, 1.0, 0), lambda: by_column(labels)):
+        with pytest.raises(ValueError, match=message):
+            refuse()
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"alpha": 0.0}, "alpha must be between .* got 0.0"),
+        ({"alpha": -1.0}, "alpha must be between"),
+        ({"alpha": float("nan")}, "alpha must be between .* got nan"),
+        ({"alpha": float("inf")}, "alpha must be between"),
+        ({"num_clients": 0}, "num_clients must be at least 1, got 0"),
+        ({"min_size": 0}, "min_client_samples must be at least 1, got 0"),
+        ({"seed": -1}, "seed must not be negative, got -1"),
+        ({"num_clients": 10, "min_size": 1001}, "10000 rows cannot give 10 clients 1001 each: use at most 9 clients"),
+    ],
+)
+def test_dirichlet_refuses_at_once(change, message):
+    arguments = {"labels": LABELS, "num_clients": 5, "alpha": 1.0, "seed": 0, "min_size": 1, "max_tries": 0}
+    with pytest.raises(ValueError, match=message):
+        dirichlet(**(arguments | change))
+
+
+def test_dirichlet_says_how_far_it_came():
+    message = (
+        r"none of 20 draws of Dir\(0.01\) gave each of 50 clients min_client_samples=10 of the 10000 rows "
+        r"\(\d+ of 50 clients fell short, sizes were 0 to \d+\); "
+        r"use a larger dirichlet_alpha, fewer clients or a smaller min_client_samples"
+    )
+    with pytest.raises(ValueError, match=message):
+        dirichlet(LABELS, 50, 0.01, 0, min_size=10, max_tries=20)
+
+
+def test_dirichlet_redraws_until_min_size_is_met():
+    def make(seed, tries):
+        return dirichlet(LABELS, 20, 0.1, seed, min_size=40, max_tries=tries)
+
+    needed_more = 0
+    for seed in range(10):
+        try:
+            make(seed, 1)
+        except ValueError:
+            needed_more += 1
+            assert min(make(seed, 1000).sizes()) >= 40
+    assert needed_more
+
+
+# --- one call for all ---
+
+
+def test_make_partition_picks_the_scheme():
+    dataset = hf_dataset(label=[0, 1] * 50, writer=["b", "a", "b", "c"] * 25)
+    assert rows(make_partition(dataset, scheme="iid", num_clients=4, seed=1)) == rows(iid(100, 4, 1))
+    expected = dirichlet([0, 1] * 50, 4, 0.3, 1, min_size=2)
+    made = make_partition(dataset, scheme="dirichlet", num_clients=4, alpha=0.3, min_size=2, seed=1)
+    assert rows(made) == rows(expected)
+    for num_clients in (None, 3):
+        made = make_partition(dataset, scheme="column", column="writer", num_clients=num_clients)
+        assert made.names == ("a", "b", "c")
+        assert made.sizes() == [25, 50, 25]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scheme": "shards"}, r"one of \['iid', 'dirichlet', 'column'\], got 'shards'"),
+        ({"scheme": "iid"}, "partition='iid' needs num_clients"),
+        ({"scheme": "dirichlet"}, "partition='dirichlet' needs num_clients"),
+        ({"scheme": "iid", "num_clients": 5}, "4 rows cannot give 5 clients 1 each"),
+        ({"scheme": "iid", "num_clients": 2, "min_size": 3}, "4 rows cannot give 2 clients 3 each"),
+        ({"scheme": "column"}, r"needs partition_column, one of \['label', 'writer'\]"),
+        (
+            {"scheme": "column", "column": "writer", "num_clients": 7},
+            "num_clients=7, but column 'writer' has 2 distinct values",
+        ),
+        (
+            {"scheme": "column", "column": "writer", "min_size": 2},
+            r"fewer rows than min_client_samples=2 \(1 of 2 clients fell short, sizes were 1 to 3\)",
+        ),
+    ],
+)
+def test_make_partition_errors(arguments, message):
+    dataset = hf_dataset(label=[0, 1, 0, 1], writer=["a", "a", "b", "a"])
+    with pytest.raises(ValueError, match=message):
+        make_partition(dataset, **arguments)
+
+
+def test_iid_needs_no_column():
+    assert_covers(make_partition([(1, 2), (3, 4), (5, 6)], num_clients=2), 3)
+
+
+# --- counts and picture ---
+
+
+def test_counts_by_hand():
+    partition = Partition((np.array([0, 3]), np.array([1, 2, 4])), ("x", "y"))
+    classes, counts = partition.counts(["b", "a", "b", "b", "c"])
+    assert classes.tolist() == ["a", "b", "c"]
+    assert counts.tolist() == [[0, 2, 0], [1, 1, 1]]
+    with pytest.raises(ValueError, match="4 labels for a partition of 5 rows"):
+        partition.counts([0, 1, 2, 3])
+
+
+def test_client_names_must_match():
+    with pytest.raises(ValueError, match="rows for 1 clients but 2 client names"):
+        Partition((np.array([0]),), ("a", "b"))
+
+
+@pytest.mark.parametrize("num_clients", [1, 5, 200])
+def test_plot_is_saved(tmp_path, num_clients):
+    path = tmp_path / "partition.png"
+    names = [f"class {c}" for c in range(9)]  # one class is left without a name
+    plot_partition(dirichlet(LABELS, num_clients, 0.5, 0), LABELS, path, names)
+    from PIL import Image
+
+    with Image.open(path) as image:
+        assert image.width >= 900
+        assert len(image.convert("RGB").getcolors(maxcolors=10**6)) > 10
+
+
+def test_plot_leaves_pyplot_alone(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it now raises
+    plot_partition(iid(4, 2, 0), [0, 1, 0, 1], tmp_path / "partition.png")
+
+
+# --- speed ---
+
+
+@pytest.mark.parametrize(("num_clients", "seconds"), [(100, 2), (10_000, 5)])
+def test_many_rows_are_fast(num_clients, seconds):
+    labels = np.random.default_rng(0).integers(0, 10, 100_000)
+    dataset = hf_dataset(label=labels)
+    start = time.perf_counter()
+    partition = make_partition(dataset, scheme="dirichlet", num_clients=num_clients, alpha=1.0)
+    partition.counts(labels)
+    assert time.perf_counter() - start < seconds
+    assert_covers(partition, len(labels))

@@ -1,0 +1,122 @@
+"""The deployment over Flower's own processes on loopback: TLS, authenticated nodes, a server that is killed."""
+
+import contextlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.loopback import Loopback, free_port, make_certificates, make_node_key
+from tests.support.deployed import Site
+from tests.support.federated import weights
+from tests.support.paths import ROOT
+
+needs_tools = pytest.mark.skipif(
+    not (shutil.which("openssl") and shutil.which("ssh-keygen")), reason="openssl or ssh-keygen is not installed"
+)
+
+
+def wait_for(path: Path, seconds: float = 200.0) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not appear"
+        time.sleep(0.2)
+
+
+@needs_tools
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_real_network(tmp_path: Path) -> None:
+    """CoeF-J with dropout over TLS and authenticated nodes; the server is killed on the way and goes on.
+
+    The adapter equals the simulation's bit for bit, and a node without a registered key never gets in.
+    """
+    site = Site(tmp_path / "site", dropout=0.1)
+    site.make_half()
+    config = site.run_config(method="coef_j", num_rounds=3, min_clients=2, start_timeout=120.0)
+    output = Path(config["output_dir"])
+    keys = [make_node_key(tmp_path / "keys", name) for name in ("site0", "site1", "stranger")]
+    with Loopback(tmp_path / "flower", make_certificates(tmp_path / "tls"), authenticate=True) as flower:
+        for key in keys[:2]:
+            assert "successfully" in flower.register(key)
+        for client, key in enumerate(keys[:2]):
+            flower.start_node(site.node_config(client), key)
+        stranger = flower.start_node(site.node_config(1) | {"partition-id": 7}, keys[2])
+        first = threading.Thread(target=_run, args=(flower, config), daemon=True)
+        first.start()
+        wait_for(output / "checkpoint-1" / "sealed.json")
+        flower.kill("link", signal.SIGKILL)
+        assert not (output / "adapter_model.safetensors").exists()
+        flower.start_link()
+        said = flower.run(config)
+        assert "ServerApp finished running" in said, said
+        log = flower.log(stranger)
+    found = load_file(output / "adapter_model.safetensors")
+    expected = weights(site.simulated(method="coef_j", num_rounds=3))
+    assert len(found) == len(expected)
+    for name, t in expected.items():
+        assert torch.equal(found[name.replace(".default", "").replace(".modules_to_save", "")], t)
+    assert "Failed to activate SuperNode" in log and "Receiving" not in log
+    assert "Receiving: train.step" in flower.log("node0")
+
+
+def _run(flower: Loopback, config: dict[str, object]) -> None:
+    with contextlib.suppress(Exception):
+        flower.run(config)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_commands_of_the_readme(tmp_path: Path) -> None:
+    """From the example's files to its adapter, on other ports and for two rounds."""
+    text = (ROOT / "README.md").read_text()
+    section = text[text.index("## Deploy\n") : text.index("## Speed and memory\n")]
+    first, *clients, run, simulation = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
+    assert len(clients) == 2 and "--simulation" in simulation
+    for name in ("recipes", "benchmarks"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    with Loopback(tmp_path / "loopback") as flower:  # for its environment, and to end what it has started
+        flower.kill("link")
+        (tmp_path / "bin").mkdir()
+        command = tmp_path / "bin" / "coefsfl"  # what installing the package would make
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} -m hf_coefsfl "$@"\n')
+        command.chmod(0o755)
+        environment = flower.environment | {"PATH": f"{tmp_path / 'bin'}:{flower.environment['PATH']}"}
+        ports = {port: str(free_port()) for port in ("8000", "9094", "9095")}
+
+        def adapted(commands: str) -> str:
+            for old, new in {**ports, "--disable-runtime": "--port 8000 --disable-runtime"}.items():
+                commands = commands.replace(old, new)
+            return commands.replace("8000", ports["8000"])
+
+        def shell(commands: str, **options: Any) -> Any:
+            words = ["bash", "-ec", adapted(commands)]
+            return subprocess.Popen(words, cwd=tmp_path, env=environment, start_new_session=True, **options)
+
+        install, *make, export, link = first.strip().splitlines()
+        assert install.startswith("pip install") and link.startswith("flower-superlink")
+        for line in make:
+            assert shell(line).wait(200) == 0
+        config = tmp_path / "example" / "flwr" / "config.toml"
+        config.write_text(adapted(config.read_text()))
+        options = tmp_path / "recipes" / "flower" / "example.toml"
+        options.write_text(options.read_text().replace("num_rounds = 8", "num_rounds = 2"))
+        for name, commands in (("link", f"{export}\n{link}"), ("a", clients[0]), ("b", clients[1])):
+            with (tmp_path / f"{name}.log").open("w") as log:
+                flower.processes[name] = shell(commands, stdout=log, stderr=log)
+            if name == "link":
+                flower.wait_for_port(int(ports["8000"]))
+        said, _ = shell(run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).communicate(timeout=400)
+    assert "CIFAR-100, coef_j, 2 rounds: accuracy " in said, said
+    assert float(said.split("accuracy ")[-1].split(".")[0]) > 40  # of ten classes
+    for name in ("adapter_model.safetensors", "client/adapter_model.safetensors", "README.md", "communication.json"):
+        assert (tmp_path / "example" / "adapter" / name).exists()

@@ -1,0 +1,388 @@
+"""What crosses the cut: unpadded, in a chosen dtype, in memory or in a file, metered as it is sent."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+from transformers import (
+    ConvBertConfig,
+    ConvBertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    HfArgumentParser,
+)
+
+from hf_coefsfl import METHODS, SplitFedConfig, split_model
+from hf_coefsfl.federation.batches import _own
+from hf_coefsfl.methods import make_method
+from hf_coefsfl.methods.parts.auxiliary import example_smashed
+from hf_coefsfl.protocol.link import LocalLink
+from hf_coefsfl.protocol.messages import Feedback, SmashedData
+from hf_coefsfl.protocol.packing import EXCHANGE_DTYPES, Exchange, Store
+from hf_coefsfl.protocol.padding import ignores_padding, kept_positions
+from tests.support.federated import images, same, texts, tiny_bert, trainer, weights
+from tests.support.toy import CAUSAL, CLASSIFICATION, SPANS, TOKENS, toy_sides
+
+
+def packed(store: Store, message: Any, kept: torch.Tensor | None = None) -> Exchange[Any]:
+    exchange: Exchange[Any] = Exchange(store)
+    exchange.append(message, kept)
+    return exchange
+
+
+def values(scale: float = 1.0, seed: int = 0) -> torch.Tensor:
+    return scale * torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- Dtypes ----
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-9, 1e6])  # gradients are small, and float16 alone would lose both
+@pytest.mark.parametrize("dtype", EXCHANGE_DTYPES)
+def test_rounding(dtype: str, scale: float) -> None:
+    t = values(scale)
+    exchange = packed(Store(dtype), Feedback(t))
+    back = exchange[0].gradient
+    assert back.dtype == t.dtype and back.shape == t.shape
+    if dtype == "float32":
+        assert torch.equal(back, t)
+    elif dtype == "bfloat16":
+        assert torch.equal(back, t.bfloat16().float())
+    elif dtype == "float16":
+        assert ((back - t).abs() <= t.abs() * 2**-11 + scale * 1e-9).all()
+    else:
+        assert ((back - t).abs() <= t.abs().amax(-1, keepdim=True) / 253).all()
+    size = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}[dtype] * t.numel()
+    scales = {"float16": 4, "int8": 4 * 15}.get(dtype, 0)  # one for all, one a token
+    assert exchange.nbytes() == {"gradients": size + scales}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", EXCHANGE_DTYPES)
+def test_what_is_not_finite_stays_so(dtype: str, bad: float) -> None:
+    t = values()
+    t[1, 2, 3] = bad
+    back = packed(Store(dtype), Feedback(t))[0].gradient
+    assert not back.isfinite().all() and back[0].isfinite().all() | (dtype == "float16")
+    assert packed(Store(dtype), Feedback(torch.zeros(2, 3, 4)))[0].gradient.count_nonzero() == 0
+
+
+def test_small_and_whole_numbers_go_as_they_are() -> None:
+    message = SmashedData(values(), {"attention_mask": torch.ones(3, 5).bool()}, {"labels": torch.tensor([7, 8, 9])})
+    exchange = packed(Store("int8"), message)
+    assert torch.equal(exchange[0].labels["labels"], message.labels["labels"])
+    assert exchange.nbytes() == {"smashed_data": 3 * 5 * (8 + 4), "extras": 15 + 24}
+    narrow = packed(Store("float16"), Feedback(values().bfloat16()))[0].gradient
+    assert narrow.dtype == torch.bfloat16 and torch.equal(narrow, values().bfloat16())  # not rounded
+
+
+# ---- Padding ----
+
+
+def test_padding_is_left_out() -> None:
+    kept = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 1, 1]]).bool()
+    curvature = torch.randn(3, 2, 4, 5, 8)  # (b, blocks, R, T, d)
+    exchange = packed(Store(leading=True, trailing=True), Feedback(values(), curvature, torch.ones(3, 2)), kept)
+    back = exchange[0]
+    assert torch.equal(back.gradient, values() * kept[..., None])
+    assert torch.equal(back.curvature, curvature * kept[:, None, None, :, None])
+    assert exchange.nbytes() == {"gradients": 10 * 8 * 4, "curvature": 10 * 2 * 4 * 8 * 4, "extras": 24}
+    assert packed(Store(), Feedback(values()), kept).kept(0) is None  # not asked for
+
+
+def test_what_the_loss_reads_is_kept() -> None:
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]).bool()
+    smashed = SmashedData(torch.zeros(2, 4, 3), {"attention_mask": mask}, {"labels": torch.tensor([0, 1])})
+    assert torch.equal(kept_positions(smashed, CLASSIFICATION), mask)
+    target = torch.tensor([[-100, -100, 1, 1], [1, 1, 1, 1]])
+    tokens = SmashedData(smashed.activations, smashed.context, {"labels": target})
+    assert torch.equal(kept_positions(tokens, TOKENS), mask)
+    # Padded on the left, the padding before the first token predicts it.
+    expected = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]).bool()
+    assert torch.equal(kept_positions(tokens, CAUSAL), expected)
+    spans = SmashedData(smashed.activations, smashed.context, {n: torch.ones(2).long() for n in SPANS.label_names})
+    assert kept_positions(spans, SPANS) is None  # their softmax runs over padding too
+    assert kept_positions(SmashedData(smashed.activations), CLASSIFICATION) is None
+    full = SmashedData(smashed.activations, {"attention_mask": torch.ones_like(mask)}, smashed.labels)
+    assert kept_positions(full, CLASSIFICATION) is None
+
+
+def test_models_that_read_padding_are_found() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    torch.manual_seed(0)
+    convolving = ConvBertForSequenceClassification(ConvBertConfig(vocab_size=40, embedding_size=16, **sizes))
+    decoder = GPT2ForSequenceClassification(
+        GPT2Config(vocab_size=40, n_embd=16, n_layer=3, n_head=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    )
+    for model, expected in ((convolving, False), (decoder, True), (tiny_bert(), True)):
+        split = split_model(model, 1)
+        assert ignores_padding(split.server, example_smashed(split)) is expected
+
+
+def texts_run(folder: Path, **changes: Any) -> Any:
+    """Train on padded texts; not evaluated."""
+    changes = {"num_rounds": 2, "warmup_rounds": 0, "num_clients": 4, **changes}
+    run = trainer(folder, model=tiny_bert(), **({"data": texts(48), "eval_dataset": texts(8)} | changes))
+    run.train()
+    return run
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_without_padding_nothing_changes_but_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    options: dict[str, Any] = {"method": method}
+    if method == "fsl_sage":
+        options["method_kwargs"] = {"num_blocks": 1, "align_epochs": 2}
+    short = texts_run(tmp_path / "short", **options)
+    monkeypatch.setattr("hf_coefsfl.federation.server.ignores_padding", lambda *_: False)
+    padded = texts_run(tmp_path / "padded", **options)
+    if method != "hutchinson":  # whose steps are relative to the norm of a sample, with its padding where there is any
+        assert same(weights(short), weights(padded))
+    for direction in ("up", "down"):
+        less, more = (getattr(run.ledger.total, direction) for run in (short, padded))
+        for heading in ("smashed_data", "gradients", "curvature"):
+            if heading in more and (method, heading) != ("mu_splitfed", "gradients"):  # a float a batch
+                assert less[heading] < 0.9 * more[heading]
+        assert less.get("extras") == more.get("extras")
+
+
+def padded_left(size: int) -> Any:
+    """The texts with their padding in front."""
+
+    def shift(row: dict[str, Any]) -> dict[str, Any]:
+        places = (8 - int(sum(row["attention_mask"])) + torch.arange(8)).remainder(8).argsort()
+        return {name: torch.as_tensor(row[name])[places].tolist() for name in ("input_ids", "attention_mask")}
+
+    return texts(size).map(shift)
+
+
+def test_padding_that_is_read_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """BERT's classifier reads the first position, whatever is there."""
+    data = padded_left(48)
+    assert data[0]["attention_mask"].tolist() == sorted(data[0]["attention_mask"].tolist())
+    short = texts_run(tmp_path / "short", data=data, method="vanilla")
+    monkeypatch.setattr("hf_coefsfl.federation.server.ignores_padding", lambda *_: False)
+    whole = texts_run(tmp_path / "whole", data=data, method="vanilla")
+    assert same(weights(short), weights(whole)) and short.ledger.entries == whole.ledger.entries
+
+
+def test_what_a_classifier_pools_by_is_sent() -> None:
+    """GPT-2 pools at the last id that is no padding id, even where the mask is 0."""
+    mask = torch.tensor([[1, 1, 0, 0]]).bool()
+    context = {"attention_mask": mask, "padding": torch.zeros(1, 4).bool()}
+    assert (
+        kept_positions(SmashedData(torch.zeros(1, 4, 3), context, {"labels": torch.tensor([0])}), CLASSIFICATION)
+        is None
+    )
+
+
+# ---- Memory and files ----
+
+
+def test_files_beyond_the_limit(tmp_path: Path) -> None:
+    size = values().numel() * 4
+    store = Store(memory_limit=2 * size, folder=tmp_path)
+    exchange: Exchange[Feedback] = Exchange(store)
+    descriptors = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    for seed in range(6):
+        exchange.append(Feedback(values(seed=seed)))
+    assert store.in_memory == 2 * size and store.on_disk >= 4 * size
+    assert list(tmp_path.iterdir()) == []  # the file has no name that could be left behind
+    for seed in (5, 0, 3, 1, 2, 4):
+        assert torch.equal(exchange[seed].gradient, values(seed=seed))
+    held = exchange[5].gradient
+    del exchange, store
+    assert torch.equal(held, values(seed=5))  # still mapped
+    del held
+    if descriptors:
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize("dtype", EXCHANGE_DTYPES)
+def test_a_limit_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    stores: list[Store] = []
+    monkeypatch.setattr("hf_coefsfl.federation.schedule.Store", lambda *args: stores.append(Store(*args)) or stores[-1])
+    free = texts_run(tmp_path / "free", exchange_dtype=dtype)
+    assert stores and not any(store.on_disk for store in stores)
+    stores.clear()
+    limited = texts_run(tmp_path / "limited", exchange_dtype=dtype, exchange_memory_limit="1KB")
+    assert stores and all(store.on_disk and store.in_memory <= 1000 for store in stores)
+    assert same(weights(free), weights(limited)) and free.ledger.entries == limited.ledger.entries
+    assert not [path for path in (tmp_path / "limited").iterdir() if path.suffix != ".json"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            packed(Store(memory_limit=0, folder=tmp_path), Feedback(values()))
+            os.write(writer, b"x")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    assert os.read(reader, 1) == b"x"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full here")
+    store = Store(memory_limit=0, folder=tmp_path)
+    store._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    with pytest.raises(OSError, match="space"):
+        store.place(values())
+
+
+# ---- Metering ----
+
+
+@pytest.mark.parametrize("dtype", EXCHANGE_DTYPES)
+@pytest.mark.parametrize("method", ["vanilla", "coef_j", "acc_sfl"])
+def test_the_ledger_counts_what_is_sent(tmp_path: Path, method: str, dtype: str) -> None:
+    run = trainer(tmp_path, method=method, exchange_dtype=dtype, num_rounds=1, warmup_rounds=0, num_clients=4)
+    run.train()
+    tokens = 36 * 5  # two clients of 18 images, four patches and a class token each
+    per_token = {"float32": 64, "bfloat16": 32, "float16": 32, "int8": 16 + 4}[dtype]
+    scales = 4 * 10 if dtype == "float16" else 0  # one a batch
+    total = run.ledger.total
+    assert total.up["smashed_data"] == tokens * per_token + scales
+    down = {"vanilla": {"gradients"}, "coef_j": {"gradients", "curvature"}, "acc_sfl": set()}[method]
+    assert {heading: total.down[heading] for heading in down} == dict.fromkeys(down, tokens * per_token + scales)
+
+
+def test_both_sides_work_with_what_was_sent() -> None:
+    """The server's gradient belongs to the rounded smashed data, and the displacement is counted from there."""
+    client, server = toy_sides(CLASSIFICATION, store=Store("int8"))
+    link = LocalLink(make_method("reuse"), client)
+    received = link.upload()
+    client.smash(1)
+    exact = client.live.activations.detach()
+    assert not torch.equal(received[1].activations, exact)
+    assert torch.equal(client.displacement(1), exact - received[1].activations)
+    staged = link.stage(Feedback(server.gradient(data, batch)) for batch, data in enumerate(received))
+    assert not torch.equal(staged[0].gradient, server.gradient(received[0], 0))  # rounded on the way back too
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("exchange_dtype", "int4"), ("exchange_memory_limit", "lots"), ("exchange_memory_limit", -1)],
+)
+def test_bad_options(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        SplitFedConfig(output_dir="out", **{name: value})
+
+
+def test_sizes_on_the_command_line() -> None:
+    for given, expected in (("2GiB", 2**31), ("123", 123)):
+        parsed = HfArgumentParser(SplitFedConfig).parse_args_into_dataclasses(
+            ["--output_dir", "out", "--exchange_memory_limit", given]
+        )
+        assert parsed[0].exchange_memory_limit == expected
+
+
+def test_sizes_are_read() -> None:
+    for given, expected in (("2GiB", 2**31), ("500MB", 500 * 10**6), (123, 123), ("123", 123), (None, None)):
+        assert SplitFedConfig(output_dir="out", exchange_memory_limit=given).exchange_memory_limit == expected
+
+
+# ---- The first update ----
+
+
+def test_the_first_pass_is_not_repeated() -> None:
+    passes = []
+    runs = []
+    for repeated in (False, True):
+        client, server = toy_sides(CLASSIFICATION, num_batches=3, local_epochs=2)
+        count: list[int] = []
+        client.half.register_forward_hook(lambda *_, count=count: count.append(1))
+        method = make_method("coef_d")
+        link = LocalLink(method, client)
+        if repeated:
+            link.stage = lambda messages, client=client, stage=link.stage: (  # type: ignore[method-assign]
+                setattr(client, "_first", None) or stage(messages)
+            )
+        method.round(link, server)
+        passes.append(len(count))
+        runs.append({name: p.detach().clone() for name, p in client.half.named_parameters()})
+    assert passes == [3 + 6 - 1, 3 + 6] and same(*runs)
+
+
+def test_changed_weights_need_a_new_pass() -> None:
+    client, _ = toy_sides(CLASSIFICATION)
+    client.exchange()
+    with torch.no_grad():
+        next(client.half.parameters()).mul_(2)
+    client.smash(0)
+    assert client.displacement(0).abs().max() > 0
+
+
+# ---- Fetching data ----
+
+
+class Lost(Exception):
+    """An exception that cannot be sent to another process."""
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.handle = lambda: text
+
+
+class Noisy(Dataset):  # type: ignore[type-arg]
+    """Images with random noise, one of which cannot be read where `broken` says so."""
+
+    def __init__(self, broken: int | None = None, odd: bool = False, dies: bool = False):
+        self.rows, self.broken, self.odd, self.dies = images(36), broken, odd, dies
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        if i == self.broken and self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if i == self.broken:
+            raise Lost("this image is gone") if self.odd else OSError("this image is gone")
+        row = self.rows[i]
+        return {"pixel_values": row["pixel_values"] + torch.randn(1, 8, 8), "labels": row["labels"]}
+
+
+def test_workers_change_no_bit(tmp_path: Path) -> None:
+    options = {"num_rounds": 2, "warmup_rounds": 0, "num_clients": 3, "participation": 1.0, "method": "reuse"}
+    runs = [trainer(tmp_path / str(n), data=Noisy(), dataloader_num_workers=n, **options) for n in (0, 2)]
+    for run in runs:
+        run.train()
+    assert same(weights(runs[0]), weights(runs[1]))
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_what_a_worker_meets_is_the_clients_failure(tmp_path: Path, odd: bool) -> None:
+    options = {"num_rounds": 1, "warmup_rounds": 0, "num_clients": 3, "participation": 1.0, "method": "reuse"}
+    run = trainer(tmp_path, data=Noisy(5, odd), dataloader_num_workers=1, on_client_failure="skip", **options)
+    run.train()
+    assert [e["failure"] for e in run.ledger.entries if "failure" in e] == [
+        "RuntimeError: Lost: this image is gone" if odd else "OSError: this image is gone"
+    ]
+
+
+def test_a_dead_worker_does_not_end_the_run(tmp_path: Path) -> None:
+    options = {"num_rounds": 2, "warmup_rounds": 0, "num_clients": 3, "participation": 1.0, "method": "reuse"}
+    run = trainer(tmp_path, data=Noisy(5, dies=True), dataloader_num_workers=1, on_client_failure="skip", **options)
+    run.train()
+    failed = [[e["client"] for e in run.ledger.entries if "failure" in e and e["round"] == r] for r in (1, 2)]
+    # The client whose data it was, and the one whose batches were asked for when the worker, ahead of it, died.
+    assert all(1 <= len(clients) <= 2 for clients in failed)
+
+
+def test_workers_leave_no_files_open() -> None:
+    shared = torch.zeros(3).share_memory_()
+    own = _own({"x": shared, "n": 3})
+    assert not own["x"].is_shared() and torch.equal(own["x"], shared) and own["n"] == 3

@@ -1,0 +1,246 @@
+"""Recipes from the command line to the files they leave."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from datasets import Dataset
+from transformers import BertConfig, BertForSequenceClassification
+
+from hf_coefsfl.tasks import TASKS
+from hf_coefsfl.tasks.options import make_parser, parse_options
+from hf_coefsfl.tasks.run import paper_share, run
+from tests.support.paths import ROOT
+from tests.support.words import words_tokenizer
+
+RECIPES = sorted((ROOT / "recipes").glob("*_coef[dj].py"))
+
+
+@pytest.fixture
+def posts(tmp_path: Path) -> dict[str, str]:
+    """Return a model and a dataset so small that a run takes a second."""
+    words = ["the", "cat", "sat", "on", "a", "mat", "dog", "ran", "far"]
+    texts = [" ".join(words[(i + k) % len(words)] for k in range(4)) for i in range(24)]
+    rows = Dataset.from_dict({"body": texts, "label": [i % 2 for i in range(24)]})
+    rows.to_parquet(str(tmp_path / "data" / "train.parquet"))
+    rows.to_parquet(str(tmp_path / "data" / "test.parquet"))
+    config = BertConfig(
+        vocab_size=15, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "model")
+    words_tokenizer().save_pretrained(tmp_path / "model")
+    return {
+        "dataset_name": str(tmp_path / "data"),
+        "model_name_or_path": str(tmp_path / "model"),
+        "output_dir": str(tmp_path / "out"),
+    }
+
+
+def small(options: dict[str, str]) -> list[str]:
+    fixed = {
+        "num_clients": "4", "participation": "0.5", "num_rounds": "3", "warmup_rounds": "1", "max_length": "8",
+        "per_device_train_batch_size": "2", "eval_steps": "2", "learning_rate": "1e-2", "use_cpu": "true",
+    }  # fmt: skip
+    return [part for name, value in (fixed | options).items() for part in (f"--{name}", value)] + [
+        "--columns",
+        "text=body",
+    ]
+
+
+def refused(capsys: pytest.CaptureFixture[str], argv: list[str], task: str = "newsgroups") -> str:
+    with pytest.raises(SystemExit) as left:
+        run(task, argv=argv)
+    assert left.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "Traceback" not in error
+    return error
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_are_thin_and_named_by_what_they_run(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 30
+    (call,) = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    task, method = call.args[0].value, call.keywords[0].value.value  # type: ignore[attr-defined]
+    assert path.stem == f"{task}_{method.replace('_', '')}"
+    # Every option that the text names exists.
+    known = {option for action in make_parser(TASKS[task])._actions for option in action.option_strings}
+    assert set(re.findall(r"--[a-z_]{3,}", text)) - {"--help"} <= known
+
+
+def test_the_seven_recipes() -> None:
+    assert [path.stem for path in RECIPES] == [
+        "causal_lm_coefj", "cifar100_coefd", "food101_coefj", "mnli_coefj", "newsgroups_coefj", "squad_v2_coefj",
+        "tiny_imagenet_coefd",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+def test_accelerate_reads_its_configs(path: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(path))
+    assert config.num_machines == (2 if path.stem == "many_nodes" else 1)
+    assert bool(config.use_cpu) is (path.stem == "cpu")
+
+
+def test_run_leaves_all_files(posts: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    run("newsgroups", argv=small(posts))
+    out = Path(posts["output_dir"])
+    for name in ("adapter_model.safetensors", "client", "server", "communication.json", "training_args.json"):
+        assert (out / name).exists()
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["method"] == "coef_j" and summary["cut"] == 1 and summary["num_blocks"] == 3
+    assert [point["round"] for point in summary["curve"]] == [2, 3]  # the last round is always evaluated
+    assert summary["curve"][-1]["scores"] == summary["scores"]
+    ledger = json.loads((out / "communication.json").read_text())
+    assert summary["transfers"] == ledger["total"]["transfers"] > 0
+    assert summary["dataset"] == "data" and summary["model"] == "model"  # names, not where they lie
+    card = (out / "README.md").read_text()
+    assert "## Method: CoeF-J" in card and "trained on data" in card
+    assert f"accuracy {summary['scores']['accuracy']:.1f}" in capsys.readouterr().out
+
+
+def test_any_method_and_a_file_of_options(posts: dict[str, str], tmp_path: Path) -> None:
+    options = {
+        "method": "coef_d",
+        "method_kwargs": {"compensation_factor": 10},
+        "num_rounds": 5,
+        "learning_rate": "1e-3",
+    }
+    for ending, dump in ((".yaml", yaml.safe_dump), (".json", json.dumps)):
+        path = tmp_path / f"options{ending}"
+        path.write_text(dump(options | {"columns": {"text": "body"}}))
+        _, arguments, config = parse_options(TASKS["newsgroups"], argv=[str(path), "--num_rounds", "2"])
+        assert config.method == "coef_d" and config.method_kwargs == {"compensation_factor": 10}
+        assert config.num_rounds == 2 and config.learning_rate == 1e-3  # the command line overrules the file
+        assert arguments.columns == ["text=body"] and config.output_dir == "outputs/newsgroups-coef_d"
+
+
+def test_one_word_in_a_file_is_a_list_of_one(tmp_path: Path) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text("eval_split: test\ncolumns: text=body\noutput_dir:\n")
+    _, arguments, config = parse_options(TASKS["newsgroups"], argv=[str(path)])
+    assert arguments.eval_split == ["test"] and arguments.columns == ["text=body"]
+    assert config.output_dir == "outputs/newsgroups-coef_j"  # an empty value is none
+
+
+def test_best_model_is_no_round_of_the_curve(posts: dict[str, str]) -> None:
+    best = {"load_best_model_at_end": "true", "metric_for_best_model": "accuracy", "eval_steps": "1", "save_steps": "1"}
+    run("newsgroups", argv=small(posts | best))
+    out = Path(posts["output_dir"])
+    history = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    evals = [entry["eval_accuracy"] for entry in history if "eval_accuracy" in entry]
+    summary = json.loads((out / "summary.json").read_text())
+    assert len(evals) == 4  # three rounds, then the best
+    assert [point["scores"]["accuracy"] for point in summary["curve"]] == [100 * value for value in evals[:3]]
+    assert summary["scores"]["accuracy"] == 100 * max(evals)
+
+
+def test_partition_by_label(posts: dict[str, str]) -> None:
+    run("newsgroups", argv=small(posts | {"partition": "dirichlet", "partition_column": "label", "num_rounds": "1"}))
+    assert json.loads((Path(posts["output_dir"]) / "summary.json").read_text())["partition"] == "dirichlet"
+
+
+def test_resumes_from_the_last_checkpoint(posts: dict[str, str]) -> None:
+    options = small(posts | {"save_steps": "2", "resume_from_checkpoint": "last"})
+    run("newsgroups", argv=options)  # there is none yet: starts
+    out = Path(posts["output_dir"])
+    first = (out / "adapter_model.safetensors").read_bytes()
+    (out / "adapter_model.safetensors").unlink()
+    for folder in out.glob("checkpoint-3"):
+        subprocess.run(["rm", "-r", str(folder)], check=True)
+    run("newsgroups", argv=options)
+    assert (out / "adapter_model.safetensors").read_bytes() == first
+
+
+def test_help_is_grouped_and_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(option: str) -> str:
+        with pytest.raises(SystemExit) as left:
+            parse_options(TASKS["squad_v2"], argv=[option])
+        assert left.value.code == 0
+        return capsys.readouterr().out
+
+    short, long = shown("--help"), shown("--help_all")
+    titles = ["the task:", "the federation:", "training (an option that counts steps counts rounds):"]
+    places = [short.index(f"\n{title}\n") for title in titles]
+    assert places == sorted(places)
+    assert places[0] < short.index("--stride N") < places[1] < short.index("--dirichlet_alpha X") < places[2]
+    assert "rajpurkar/squad_v2" in short and "384" in short and "(default: None)" not in short
+    assert "--adam_beta1" in long and "--adam_beta1" not in short and len(short.splitlines()) < 200
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--num_round", "3"], "unrecognized arguments: --num_round "),
+        (["--method", "coef_k"], "coef_k"),
+        (["--participation", "2"], "participation=2.0 selects nobody or more than everybody"),
+        (["--columns", "text"], r"columns='text' is not role=column. The roles here are text, label"),
+        (["--num_train_epochs", "3"], "unrecognized arguments: --num_train_epochs"),
+        (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint='nowhere': there is no such folder"),
+        (["nothing.txt"], "nothing.txt is no .yaml or .json file of options"),
+        (["missing.yaml"], "No such file.*missing.yaml"),
+    ],
+)
+def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
+    assert re.search(message, refused(capsys, argv))
+
+
+def test_bad_option_in_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text("num_round: 3\n")
+    assert re.search("no option 'num_round'; near it: num_rounds", refused(capsys, [str(path)]))
+
+
+def test_bad_data_is_refused_before_training(posts: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    def without(*names: str, **options: str) -> list[str]:
+        return small({k: v for k, v in posts.items() if k not in names} | options)
+
+    assert "no split 'all', only train, test" in refused(capsys, without(train_split="all"))
+    assert "cannot be loaded of the folder" in refused(capsys, without(model_name_or_path=posts["dataset_name"]))
+    assert "max_length=33" in refused(capsys, without(max_length="33"))
+    assert "cut must be from 1 to 2" in refused(capsys, without(cut="3"))
+    assert not list(Path(posts["output_dir"]).glob("*"))
+
+
+@pytest.mark.slow
+def test_hub_id_without_the_hub(tmp_path: Path) -> None:
+    """In a process of its own, as a user sees it: one line, which option takes a local copy, status 2."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "recipes" / "mnli_coefj.py"), "--output_dir", str(tmp_path / "out")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and not (tmp_path / "out").exists()
+    last = done.stderr.strip().splitlines()[-1]
+    assert "'nyu-mll/glue' cannot be loaded from the Hub" in last and "--dataset_name takes" in last
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("blocks", "cut"), [(12, 4), (6, 2), (30, 10), (2, 1)])
+def test_default_cut_is_the_papers_share(blocks: int, cut: int) -> None:
+    assert paper_share(blocks) == cut
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(posts: dict[str, str], tmp_path: Path) -> None:
+    one = tmp_path / "one"
+    run("newsgroups", argv=small(posts | {"output_dir": str(one)}))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [*launcher, str(ROOT / "recipes" / "newsgroups_coefj.py"), *small(posts)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = Path(posts["output_dir"])
+    assert (two / "adapter_model.safetensors").read_bytes() == (one / "adapter_model.safetensors").read_bytes()
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (one, two)]
+    for name in ("scores", "curve", "mib", "transfers"):
+        assert summaries[0][name] == summaries[1][name]
+    assert done.stdout.count("crossed the cut") == 1  # the main process alone speaks
+    assert (two / "checkpoint-3" / "rng_state_1.pth").exists()  # there really were two

@@ -1,0 +1,175 @@
+"""Checkpoints that survive being killed at any moment, and are seen through when they are broken."""
+
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from hf_coefsfl.trainer.checkpoints import SEAL_NAME, fault, last_whole, seal
+from tests.support.federated import rounds, trainer, weights
+
+ROUNDS = 6
+
+
+def options(**more: Any) -> dict[str, Any]:
+    return {"num_rounds": ROUNDS, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, **more}
+
+
+@pytest.fixture
+def sealed(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint-7"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "weights").write_bytes(b"0123456789")
+    (folder / "inner" / "state").write_bytes(b"abc")
+    seal(folder)
+    return folder
+
+
+def test_whole(sealed: Path) -> None:
+    assert fault(sealed) is None and last_whole(sealed.parent) == str(sealed)
+    assert sorted(json.loads((sealed / SEAL_NAME).read_text())) == ["inner/state", "weights"]
+
+
+def truncate(folder: Path) -> None:
+    (folder / "weights").write_bytes(b"0123")
+
+
+def flip_a_bit(folder: Path) -> None:
+    (folder / "inner" / "state").write_bytes(b"abb")
+
+
+def lose_a_file(folder: Path) -> None:
+    (folder / "weights").unlink()
+
+
+def break_the_seal(folder: Path) -> None:
+    (folder / SEAL_NAME).write_text("{")
+
+
+def never_sealed(folder: Path) -> None:
+    (folder / SEAL_NAME).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, "weights has 4 bytes instead of 10"),
+        (flip_a_bit, "the content of inner/state has changed"),
+        (lose_a_file, "weights is missing"),
+        (break_the_seal, "its sealed.json cannot be read"),
+        (never_sealed, "its writing was interrupted"),
+    ],
+)
+def test_broken(sealed: Path, damage: Callable[[Path], None], message: str, caplog: pytest.LogCaptureFixture) -> None:
+    older = sealed.with_name("checkpoint-3")
+    shutil.copytree(sealed, older)
+    damage(sealed)
+    assert message in str(fault(sealed))
+    with caplog.at_level(logging.WARNING):
+        assert last_whole(sealed.parent) == str(older)
+    assert str(sealed) in caplog.text and message in caplog.text  # named, with the reason
+
+
+def test_numbers_not_names_decide_which_is_last(sealed: Path) -> None:
+    shutil.copytree(sealed, sealed.with_name("checkpoint-10"))
+    assert last_whole(sealed.parent) == str(sealed.with_name("checkpoint-10"))
+    assert last_whole(sealed.parent / "nowhere") is None
+
+
+def test_resume_passes_over_a_broken_checkpoint(tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", **options(save_strategy="no"))
+    whole.train()
+    trainer(tmp_path / "run", **options(num_rounds=3)).train()
+    newest = tmp_path / "run" / "checkpoint-3"
+    (newest / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"checkpoint-3 cannot be resumed from: adapter_model.safetensors has 0 bytes"):
+        trainer(tmp_path / "run", **options()).train(resume_from_checkpoint=str(newest))
+    resumed = trainer(tmp_path / "run", **options())
+    resumed.train(resume_from_checkpoint=True)
+    first, second = ([entry | {"epoch": None} for entry in rounds(run)] for run in (whole, resumed))
+    assert first == second  # an epoch is all rounds, of which the first run wanted fewer
+    assert all((tensor == weights(whole)[name]).all() for name, tensor in weights(resumed).items())
+    kept = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert kept == ["checkpoint-5", "checkpoint-6"] and fault(tmp_path / "run" / "checkpoint-6") is None
+    arguments = json.loads((tmp_path / "run" / "checkpoint-6" / "training_args.json").read_text())
+    assert arguments["save_total_limit"] == 2
+
+
+def test_nothing_to_resume_from(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"There is no whole checkpoint in .* to resume from"):
+        trainer(tmp_path, **options()).train(resume_from_checkpoint=True)
+
+
+def run_in_a_child(folder: Path, **more: Any) -> int:
+    """Start a run that goes on from the last checkpoint and leaves its result, and return its process."""
+    child = os.fork()
+    if child:
+        return child
+    os.setpgid(0, 0)
+    status = 1
+    try:
+        run = trainer(folder, **options(eval_strategy="steps", eval_steps=1, **more))
+        run.train(resume_from_checkpoint=last_whole(folder))
+        save_file(weights(run), folder / "result.safetensors")
+        evals = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
+        ledger = json.loads((folder / "communication.json").read_text())["entries"]
+        logged = [{k: v for k, v in entry.items() if not k.endswith("seconds")} for entry in rounds(run)]
+        (folder / "result.json").write_text(json.dumps({"evals": evals, "ledger": ledger, "rounds": logged}))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def written(folder: Path) -> int:
+    """Return when something was last written into a folder; 0 if it is not there."""
+    try:
+        return folder.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["coef_j", "gas"])
+def test_killed_at_random_moments(tmp_path: Path, method: str) -> None:
+    """Killed again and again, while training, evaluating and writing, a run ends in the same bits."""
+    start = time.monotonic()
+    assert os.waitpid(run_in_a_child(tmp_path / "whole", method=method), 0)[1] == 0
+    whole = time.monotonic() - start
+    moments, killed = random.Random(0), 0
+    while True:
+        found = last_whole(tmp_path / "run")
+        following = tmp_path / "run" / f"checkpoint-{int(found.rpartition('-')[2]) + 1 if found else 1}"
+        left_over = written(following)
+        child = run_in_a_child(tmp_path / "run", method=method)
+        end, status = None, None  # a random moment within a round from where the next checkpoint begins
+        while status is None and (end is None or time.monotonic() < end):
+            if end is None and written(following) not in (0, left_over):
+                end = time.monotonic() + moments.uniform(0.0, 1.0) * whole / ROUNDS
+            finished, code = os.waitpid(child, os.WNOHANG)
+            status = code if finished else None
+            time.sleep(0.001)
+        if status is not None:
+            assert status == 0
+            break
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        killed += 1
+        assert killed < 100  # it gets on, whatever hits it
+    assert killed >= 2
+    first, second = (load_file(tmp_path / name / "result.safetensors") for name in ("whole", "run"))
+    assert all((first[name] == second[name]).all() for name in first) and first.keys() == second.keys()
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "run")]
+    for result in results:
+        for entry in result["ledger"]:
+            for name in [name for name in entry if name.endswith("seconds")]:
+                del entry[name]
+    assert results[0] == results[1]

@@ -1,0 +1,373 @@
+"""The whole text of a model card, its header, its code, and the runs it must cope with."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from huggingface_hub import ModelCard
+from transformers import TrainerCallback
+
+from hf_coefsfl import METHODS, SplitFedTrainer, __version__
+from hf_coefsfl.trainer.model_card import TEMPLATE, CardArguments, final_results, idea, main_metric, public_name
+from tests.support.federated import CLASSES, config, images, texts, tiny_bert, tiny_vit, trainer
+from tests.support.models import MODELS
+from tests.support.paths import ROOT
+
+# A run of 6 clients with 12 samples each, 3 a round, 2 rounds, the first of them the warm-up. A round's activations are
+# 3 clients x 12 samples x (1 + 4) tokens x 16 floats = 11,520 bytes. Up: these and int64 labels; down: as many
+# gradients, and after the warm-up twice as much curvature and a float a sample; both ways: 1,792 floats a client.
+# By rounds: up 33,312 and 33,312 bytes, down 33,024 and 56,208.
+NUMBER = r"\d+\.\d{4}"
+PATTERN = r"""---
+base_model: laboratory/tiny-vit
+datasets:
+- laboratory/stripes
+language: en
+library_name: peft
+license: mit
+metrics:
+- accuracy
+pipeline_tag: image-classification
+tags:
+- split-federated-learning
+- coef-sfl
+- lora
+- stripes
+model-index:
+- name: out
+  results:
+  - task:
+      type: image-classification
+    dataset:
+      name: Stripes
+      type: laboratory/stripes
+      config: small
+    metrics:
+    - type: loss
+      value: \d\.\d+
+      name: Loss
+    - type: accuracy
+      value: 0\.\d+
+      name: Accuracy
+---
+
+# out
+
+A LoRA adapter of rank 4 and alpha 8 for `laboratory/tiny-vit` \(`ViTForImageClassification`\), trained on Stripes\.
+
+It comes from split federated learning: each client kept its data and ran the first 2 of the 4 blocks, a server
+ran the others\.
+
+## What was trained where
+
+\| side   \| blocks                        \| parameters \| trained \|
+\| ------ \| ----------------------------- \| ---------: \| ------: \|
+\| client \| 1 to 2, and what comes before \|      6,608 \|   1,792 \|
+\| server \| 3 to 4, and what comes after  \|      6,374 \|   1,843 \|
+
+## Method: CoeF-J
+
+CoeF-J: the Jacobian-based Hessian of an upper bound on the loss\. In short: g̃ = g₀ \+ M P̂ δ with [^\n]+\.
+
+Here s is the smashed data \(the activations at the cut\), [^#]+ δ = s − s₀\.
+
+Set by `method="coef_j"` with `num_projections=2`, `curvature_bound=None`, `exact=False`\.
+
+## Federation
+
+\| setting         \| value                                             \|
+\| --------------- \| ------------------------------------------------- \|
+\| clients         \| 6, with 12 samples each                           \|
+\| clients a round \| 3 \(participation 0\.5\)                             \|
+\| partition       \| iid                                               \|
+\| rounds          \| 2 of 2, the first 1 of them vanilla SFL \(warm-up\) \|
+\| local epochs    \| 1                                                 \|
+\| batch size      \| 4                                                 \|
+\| learning rate   \| 0\.005, constant, by adamw_torch\w*\s+\|
+\| dropout         \| synced                                            \|
+\| exchange        \| float32                                           \|
+\| seed            \| 42                                                \|
+
+## Results
+
+\| metric   \| value  \|
+\| -------- \| ------ \|
+\| loss     \| NUMBER \|
+\| accuracy \| NUMBER \|
+
+Measured with the whole model on the evaluation data\.
+
+!\[accuracy over rounds and over MiB\]\(curves\.png\)
+
+<details>
+<summary>Each evaluated round</summary>
+
+\| round \|   MiB \|   loss \| accuracy \|
+\| ----: \| ----: \| -----: \| -------: \|
+\|     1 \| 0\.063 \| NUMBER \|   NUMBER \|
+\|     2 \| 0\.149 \| NUMBER \|   NUMBER \|
+
+</details>
+
+## Communication
+
+0\.064 MiB went up and 0\.085 MiB down, over all clients and rounds, in 24 transfers across the cut:
+
+\| what          \|    up \|  down \|
+\| ------------- \| ----: \| ----: \|
+\| smashed data  \| 0\.022 \| 0\.000 \|
+\| extras        \| 0\.001 \| 0\.000 \|
+\| adapters      \| 0\.041 \| 0\.041 \|
+\| gradients     \| 0\.000 \| 0\.022 \|
+\| curvature     \| 0\.000 \| 0\.022 \|
+\| total, in MiB \| 0\.064 \| 0\.085 \|
+
+`communication\.json` lists them by client and round\.
+
+## How to load it
+
+The whole adapter, with PEFT:
+
+```python
+from peft import PeftModel
+from transformers import ViTForImageClassification
+
+base = ViTForImageClassification\.from_pretrained\("laboratory/tiny-vit", num_labels=3, ignore_mismatched_sizes=True\)
+model = PeftModel\.from_pretrained\(base, "out"\)
+```
+
+Each half, with `hf_coefsfl`:
+
+```python
+from hf_coefsfl import load_adapter, split_model
+from transformers import ViTForImageClassification
+
+base = ViTForImageClassification\.from_pretrained\("laboratory/tiny-vit", num_labels=3, ignore_mismatched_sizes=True\)
+split = split_model\(base, cut=2\)
+load_adapter\(split\.client, "out"\)
+load_adapter\(split\.server, "out"\)
+```
+
+## Limits and privacy
+
+- The server saw the smashed data, the labels and the padding pattern [^#]+\(2 of 4 here\)\.
+- [^#]+ neither secure aggregation nor differential privacy\.
+[^#]+
+## Framework versions
+
+- hf_coefsfl VERSION
+- transformers \d[\w.+]*
+- peft \d[\w.+]*
+- torch \d[\w.+]*
+- datasets \d[\w.+]*
+- accelerate \d[\w.+]*
+- huggingface_hub \d[\w.+]*
+
+## Citation
+
+[^#`]+
+```bibtex
+@misc\{coefsfl,
+  title  = \{\{CoeF-SFL\}: Preserving Collaborative Server-Client Learning with Enhanced Communication Efficiency\},
+  author = \{Bae, Junwoo and Ahn, Jin-Hyun\}
+\}
+```
+?""".replace("NUMBER", NUMBER).replace("VERSION", re.escape(__version__))
+
+
+def card_of(run: SplitFedTrainer) -> str:
+    return (Path(run.args.output_dir or "") / "README.md").read_text()
+
+
+def header(run: SplitFedTrainer) -> Any:
+    return ModelCard.load(Path(run.args.output_dir or "") / "README.md").data
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> SplitFedTrainer:
+    folder = tmp_path_factory.mktemp("card") / "out"
+    run = trainer(
+        folder,
+        num_rounds=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        method_kwargs={"num_projections": 2},
+        hub_token="hf_x",
+    )
+    run.train()
+    run.create_model_card(
+        language="en", license="mit", tags="stripes", finetuned_from="laboratory/tiny-vit", dataset="Stripes",
+        dataset_tags="laboratory/stripes", dataset_args="small",
+    )  # fmt: skip
+    return run
+
+
+def test_the_whole_card(run: SplitFedTrainer) -> None:
+    assert re.fullmatch(PATTERN, card_of(run)), card_of(run)
+    assert (Path(run.args.output_dir or "") / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_its_numbers_are_those_of_the_run(run: SplitFedTrainer) -> None:
+    last = [entry for entry in run.state.log_history if "eval_loss" in entry][-1]
+    data = header(run)
+    found = {result.metric_type: result.metric_value for result in data.eval_results}
+    assert found == {"loss": last["eval_loss"], "accuracy": last["eval_accuracy"]}
+    assert all(type(value) is float for value in found.values())
+    assert f"| accuracy | {last['eval_accuracy']:.4f} |" in card_of(run)
+    assert f"{run.ledger.mib:.3f}" == "0.149"
+    assert data.base_model == "laboratory/tiny-vit" and data.library_name == "peft" and data.license == "mit"
+
+
+def test_saving_keeps_the_card_and_what_was_said(run: SplitFedTrainer, tmp_path: Path) -> None:
+    """PEFT writes one of its own when it saves; and a card needs no second telling."""
+    before = card_of(run)
+    run.save_model()
+    assert card_of(run) == before
+    run.save_model(str(tmp_path / "copy"))
+    assert (tmp_path / "copy" / "README.md").read_text().replace("copy", "out") == before
+    assert not list((tmp_path / "copy").glob("*/README.md"))
+
+
+def test_no_secret_and_no_path_of_this_machine(run: SplitFedTrainer) -> None:
+    card = card_of(run)
+    assert "hf_x" not in card and str(Path(run.args.output_dir or "").parent) not in card
+    assert not re.search(r"(?<![\w:/])/(home|tmp|root|usr|work)\b", card)
+
+
+def test_the_code_of_the_card_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the folder beside it, with a base model that is a folder: by its name, which is no id of the Hub."""
+    sizes = tiny_vit().config.to_dict() | {"num_labels": 7, "id2label": None, "label2id": None}
+    other = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes))
+    other.save_pretrained(tmp_path / "base")  # trained to tell other classes apart
+    model = transformers.ViTForImageClassification.from_pretrained(
+        tmp_path / "base", num_labels=CLASSES, ignore_mismatched_sizes=True
+    )
+    run = trainer(tmp_path / "out", model, num_rounds=1, blocks="vit.layers", warmup_rounds=0)
+    run.train()
+    run.create_model_card(dataset=str(tmp_path / "secret" / "stripes"))
+    run.save_model()
+    card = card_of(run)
+    assert "for `base` (" in card and "trained on stripes." in card and str(tmp_path) not in card
+    assert 'cut=2, blocks="vit.layers"' in card
+    assert header(run).base_model is None and header(run).datasets is None
+    pixels = torch.stack([row["pixel_values"] for row in images(3)])
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL):
+        exec(block, scope)
+    run.model.eval()
+    with torch.no_grad():
+        expected = run.model(pixel_values=pixels).logits
+        smashed = scope["split"].client.eval()(pixel_values=pixels)
+        assert torch.equal(scope["split"].server.eval()(smashed).logits, expected)
+        assert torch.equal(scope["model"].eval()(pixel_values=pixels).logits, expected)
+
+
+def test_full_finetuning_without_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trainer(tmp_path / "full", full_finetuning=True, num_rounds=1, method="vanilla", eval_dataset=None)
+    run.train()
+    run.save_model()
+    card, data = card_of(run), header(run)
+    assert "All weights, fine-tuned, of a `ViTForImageClassification`." in card
+    assert "The model was not evaluated." in card and "| rounds          | 1 of 1  " in card
+    assert data.library_name == "transformers" and data.eval_results is None and "lora" not in data.tags
+    assert 'Set by `method="vanilla"`.' in card and not (tmp_path / "full" / "curves.png").exists()
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL):
+        exec(block, scope)
+    assert scope["client"].num_parameters() + scope["server"].num_parameters() == scope["model"].num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        ("bert", "text-classification"),
+        ("roberta-qa", "question-answering"),
+        ("gpt2-lm", "text-generation"),
+        ("wav2vec2", "audio-classification"),
+    ],
+)
+def test_other_tasks_before_any_round(tmp_path: Path, name: str, task: str) -> None:
+    run = SplitFedTrainer(MODELS[name].make(), config(tmp_path))
+    run.create_model_card()
+    card, data = card_of(run), header(run)
+    assert data.pipeline_tag == task and data.eval_results is None
+    assert "No round has run yet." in card and "The model was not evaluated." in card
+    assert ("num_labels=3" in card) is ("classification" in task)
+
+
+def test_text_with_clients_of_its_own_and_the_best_round(tmp_path: Path) -> None:
+    """The kept model is that of the best round, which the results must be of, unless it is evaluated again."""
+
+    class Worse(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if "eval_f1" in logs:
+                state.log_history[-1]["eval_f1"] = 1 / state.global_step  # the first round is the best
+
+    data = {"Bern": texts(12), "Basel": texts(20, seed=2)}
+    run = trainer(
+        tmp_path, tiny_bert(), data, num_clients=None, num_rounds=3, method="gas", callbacks=[Worse()], save_steps=1,
+        eval_dataset=texts(9, seed=1), compute_metrics=lambda p: {"f1": float("inf")}, eval_strategy="steps",
+        eval_steps=1, save_strategy="steps", load_best_model_at_end=True, metric_for_best_model="loss",
+    )  # fmt: skip
+    run.train()
+    run.state.best_global_step = 1
+    run.save_model()
+    assert final_results(run)["eval_f1"] == 1.0
+    card = card_of(run)
+    assert "| 2, with 12 to 20 samples each " in card and "| given: a dataset for each client " in card
+    assert "![f1 over rounds and over MiB](curves.png)" in card and card.count("0.3333") == 1
+    assert "| f1     | 1.0000 |" in card
+    run.evaluate()
+    assert final_results(run)["eval_f1"] == pytest.approx(1 / 3)
+
+
+def test_infinite_metrics_stay_out_of_the_header(tmp_path: Path) -> None:
+    run = trainer(tmp_path, num_rounds=1, compute_metrics=lambda p: {"ratio": float("nan")})
+    run.train()
+    run.evaluate()
+    run.create_model_card()
+    assert [result.metric_type for result in header(run).eval_results] == ["loss"]
+    assert "| ratio  | nan" in card_of(run) and header(run).metrics is None
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_method_has_an_idea(method: str) -> None:
+    assert re.fullmatch(r"[A-Z][^\n]{30,}\.", idea(METHODS[method])) and "Eq." not in idea(METHODS[method])
+
+
+@pytest.mark.parametrize(
+    ("name", "public"),
+    [
+        ("org/model", "org/model"),
+        ("gpt2", "gpt2"),
+        ("/home/me/models/vit", "vit"),
+        ("C:\\models\\vit", "vit"),
+        ("~/vit", "vit"),
+        ("./vit", "vit"),
+        ("a/b/vit", "vit"),
+        ("A set, 2nd edition", "A set, 2nd edition"),
+    ],
+)
+def test_public_names(name: str, public: str) -> None:
+    assert public_name(name) == public
+
+
+def test_the_metric_that_is_drawn() -> None:
+    assert main_metric({1: {"eval_loss": 1.0, "eval_f1": 0.2, "eval_accuracy": 0.3}}) == "eval_accuracy"
+    assert main_metric({1: {"eval_loss": 1.0, "eval_f1": 0.2, "eval_em": 0.3}}) == "eval_f1"
+    assert main_metric({1: {"eval_loss": 1.0}}) == "eval_loss"
+
+
+def test_what_is_given_later_counts() -> None:
+    first = CardArguments(license="mit", dataset="a")
+    assert first.updated(dataset="b", license=None) == CardArguments(license="mit", dataset="b")
+
+
+def test_the_template_is_shown_in_model_cards() -> None:
+    shown = ROOT / "model_cards" / "template.md"
+    assert shown.is_symlink() and shown.resolve() == TEMPLATE.resolve()
