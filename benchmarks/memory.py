@@ -31,9 +31,11 @@ from hf_coefsfl.analysis.cost import CostModel, Round
 from hf_coefsfl.analysis.memory import Run, footprint
 from hf_coefsfl.analysis.tables import MIB, format_table
 from hf_coefsfl.methods import Method, make_method
+from hf_coefsfl.protocol.client_side import ClientSide
+from hf_coefsfl.protocol.context import Setting
 from hf_coefsfl.protocol.messages import Feedback, Message, SmashedData
 from hf_coefsfl.protocol.packing import Exchange, Store
-from hf_coefsfl.protocol.sides import ClientSide, ServerSide, Setting
+from hf_coefsfl.protocol.server_side import ServerSide
 from hf_coefsfl.split.lora import default_lora
 
 MODELS = {"vit-tiny": 100, "distilroberta": 3}  # with their number of classes

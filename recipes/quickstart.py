@@ -23,7 +23,8 @@ from transformers import PrinterCallback, TrainerCallback, ViTConfig, ViTForImag
 from transformers.utils import logging
 
 from hf_coefsfl import METHODS, SplitFedConfig, SplitFedTrainer
-from hf_coefsfl.analysis.tables import accuracy_curve, format_table, plot_runs
+from hf_coefsfl.analysis.plots import accuracy_curve, plot_runs
+from hf_coefsfl.analysis.tables import format_table
 
 BATCH_SIZE = 4  # small batches, so many local updates a round: that is what makes reused gradients stale
 METHOD_KWARGS = {

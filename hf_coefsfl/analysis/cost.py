@@ -16,13 +16,15 @@ import torch
 from peft import get_peft_model
 from transformers import PreTrainedModel
 
-from ..federation.sampling import preserved_random_state, shuffled_batches
+from ..federation.sampling import shuffled_batches
 from ..methods import METHODS, Method, make_method
 from ..methods.fsl_sage import FSLSAGE
 from ..methods.gas import GAS, num_generated, share_of
 from ..methods.parts.math_attention import differentiable_attention
+from ..protocol.client_side import ClientSide
+from ..protocol.context import Setting
 from ..protocol.packing import EXCHANGE_DTYPES, Store
-from ..protocol.sides import ClientSide, Setting
+from ..protocol.seeds import preserved_random_state
 from ..split import SplitModel, find_blocks, split_model
 from ..split.lora import default_lora, trainable_sides
 from .backbones import Samples

@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ..methods import Method
+from ..protocol.client_side import ClientSide
 from ..protocol.link import LocalLink
 from ..protocol.messages import Message, SmashedData
-from ..protocol.sides import ClientSide, ServerSide
+from ..protocol.server_side import ServerSide
 from ..split.stand_ins import _injection
 
 _aten = torch.ops.aten

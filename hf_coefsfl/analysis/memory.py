@@ -24,14 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..federation.ledger import Ledger
-from ..federation.sampling import preserved_random_state
 from ..methods import Method
 from ..methods.base import Kept
 from ..methods.fsl_sage import FSLSAGE
 from ..methods.gas import GAS
+from ..protocol.client_side import ClientSide
 from ..protocol.link import LocalLink
 from ..protocol.messages import Message, SmashedData
-from ..protocol.sides import ClientSide, ServerSide
+from ..protocol.seeds import preserved_random_state
+from ..protocol.server_side import ServerSide
 from ..split import SplitModel
 from ..split.lora import save_halves, trainable_sides
 from .flops import OperationCounter, nbytes

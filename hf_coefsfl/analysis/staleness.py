@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from ..methods import CoeFD, GradientReuse, Method
+from ..protocol.client_side import ClientSide
 from ..protocol.messages import Feedback
 from ..protocol.packing import Exchange
-from ..protocol.sides import ClientSide, ServerSide, on_graph
+from ..protocol.server_side import ServerSide, on_graph
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,11 @@
-"""What runs compare by: the table, and the curves of a metric over rounds and over what crossed the cut."""
+"""Tables as text and as Markdown."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from typing import Any
 
 MIB = 2**20
-
-# Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that is too pale for lines. Each
-# goes with a marker and a dash, so that curves that lie on each other and black and white prints stay readable.
-_COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-_MARKERS = ("o", "X", "s", "^", "D", "v", "P", "*")
-_DASHES = ("solid", "dashed", "dashdot", "dotted")
-_LOG_FROM = 5.0  # a spread of the runs' totals from which on a linear axis would squeeze the cheap ones
 
 
 def format_table(
@@ -74,126 +65,3 @@ def _cell(value: Any, spec: str, markdown: bool) -> str:
         return ""
     text = format(value, spec) if _is_number(value) else str(value)
     return text.replace("|", "\\|") if markdown else text
-
-
-def accuracy_curve(
-    log_history: Sequence[Mapping[str, Any]], metric: str = "eval_accuracy"
-) -> list[tuple[int, float, float]]:
-    """Return (round, MiB that crossed the cut until then, metric) for each evaluation of a run.
-
-    Args:
-        log_history: `trainer.state.log_history`. Its training logs report the bytes of the rounds since the last one;
-            with `logging_steps=1`, the default, every evaluation finds those of all rounds before it.
-        metric: the name of the metric as evaluation logs it.
-    """
-    traffic: dict[int, float] = {}  # bytes by the step that logged them; a repeated entry counts once
-    for entry in log_history:
-        if "bytes_up" in entry:
-            traffic[int(entry["step"])] = float(entry["bytes_up"]) + float(entry.get("bytes_down", 0))
-    values = {int(entry["step"]): float(entry[metric]) for entry in log_history if metric in entry}
-    if not values:
-        known = sorted({name for entry in log_history for name in entry if name.startswith("eval_")})
-        raise ValueError(
-            f"The log history has no {metric!r}. It has: {', '.join(known) or 'no evaluation at all'}. Set "
-            "eval_strategy and compute_metrics, or name another metric."
-        )
-    return [
-        (step, sum(sent for logged, sent in traffic.items() if logged <= step) / MIB, values[step])
-        for step in sorted(values)
-    ]
-
-
-def plot_runs(
-    runs: Mapping[str, Sequence[tuple[int, float, float]]],
-    path: str | os.PathLike[str],
-    *,
-    metric: str = "accuracy",
-    title: str | None = None,
-    shares: bool = True,
-) -> None:
-    """Save a picture of the runs (PNG, PDF, ... by the ending of `path`): the metric over rounds and over MiB.
-
-    The MiB axis is logarithmic where the runs' totals differ by a factor of five or more.
-
-    Args:
-        runs: for each run's name its (round, cumulative MiB, metric), as `accuracy_curve` gives them.
-        path: the file to write.
-        metric: the label of the vertical axis.
-        title: a heading over both panels.
-        shares: show metrics between 0 and 1 in percent; False if they are in percent already.
-    """
-    from matplotlib.figure import Figure  # a figure of its own: no pyplot, no global backend
-    from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
-
-    if not runs or not all(runs.values()):
-        empty = [name for name, points in runs.items() if not points]
-        raise ValueError(f"There is nothing to draw for {', '.join(empty) or 'no runs'}.")
-    totals = [points[-1][1] for points in runs.values()]
-    logarithmic = 0 < min(totals) * _LOG_FROM <= max(totals)
-    figure = Figure(figsize=(10, 4.4), dpi=150, layout="constrained")
-    over_rounds, over_mib = figure.subplots(1, 2, sharey=True)
-    styles = zip(cycle(_COLOURS), cycle(_MARKERS), cycle(_DASHES), strict=False)
-    for (name, points), (colour, marker, dash) in zip(runs.items(), styles, strict=False):
-        rounds, mib, values = zip(*points, strict=True)
-        style = {
-            "color": colour, "marker": marker, "linestyle": dash, "linewidth": 1.8, "markersize": 6,
-            "markeredgecolor": "white", "markeredgewidth": 0.6, "alpha": 0.9,
-        }  # fmt: skip
-        over_rounds.plot(rounds, values, label=name, **style)
-        start = int(logarithmic and mib[0] <= 0)  # an evaluation before the first round has no place on that axis
-        over_mib.plot(mib[start:], values[start:], **style)
-    over_rounds.set_xlabel("round")
-    over_rounds.xaxis.set_major_locator(MaxNLocator(integer=True))
-    over_rounds.set_ylabel(metric)
-    if shares and all(0 <= value <= 1 for points in runs.values() for _, _, value in points):
-        over_rounds.yaxis.set_major_formatter(PercentFormatter(1.0))
-    over_mib.set_xlabel("MiB over the cut, both directions, all clients")
-    if logarithmic:
-        over_mib.set_xscale("log")
-        over_mib.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    for axes in (over_rounds, over_mib):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=min(len(runs), 5), frameon=False, handlelength=3.5)
-    if title is not None:
-        figure.suptitle(title, fontsize=11)
-    figure.savefig(path)
-
-
-def plot_lines(
-    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
-    path: str | os.PathLike[str],
-    *,
-    xlabel: str = "round",
-    title: str | None = None,
-) -> None:
-    """Save a picture with a panel for each quantity and the same runs in all of them.
-
-    Args:
-        panels: for each quantity, the label of its vertical axis, each run's (x, y).
-        path: the file to write.
-        xlabel: the label of the horizontal axes.
-        title: a heading over the panels.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(5 * len(panels), 4.4), dpi=150, layout="constrained")
-    for first, (axes, (label, runs)) in enumerate(
-        zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True)
-    ):
-        styles = zip(cycle(_COLOURS), cycle(_MARKERS), cycle(_DASHES), strict=False)
-        for (name, points), (colour, marker, dash) in zip(runs.items(), styles, strict=False):
-            style = {"color": colour, "marker": marker, "linestyle": dash, "linewidth": 1.8, "markersize": 5}
-            x, y = zip(*points, strict=True) if points else ((), ())
-            axes.plot(x, y, label=name if first == 0 else None, **style)
-        axes.set_xlabel(xlabel)
-        axes.set_ylabel(label)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    most = max((len(runs) for runs in panels.values()), default=1)
-    figure.legend(loc="outside lower center", ncols=min(most, 5), frameon=False, handlelength=3.5)
-    if title is not None:
-        figure.suptitle(title, fontsize=11)
-    figure.savefig(path)

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from ..config import SplitFedConfig
 from ..protocol.loss import Task
+from ..protocol.seeds import derive_seed, set_cpu_random_state
 from .clients import Federation
-from .sampling import derive_seed, set_cpu_random_state, shuffled_batches
+from .sampling import shuffled_batches
 
 logger = logging.getLogger(__name__)
 Batches = list[dict[str, Any]]

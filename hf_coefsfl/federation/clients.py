@@ -14,8 +14,8 @@ from datasets import DatasetDict
 from torch.utils.data import IterableDataset
 
 from ..config import SplitFedConfig
+from ..protocol.seeds import derive_seed
 from .partition import LABEL_COLUMNS, Partition, column_values, make_partition, plot_partition
-from .sampling import derive_seed
 
 _DEFAULT_CLIENTS = 50
 

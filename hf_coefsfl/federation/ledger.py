@@ -14,8 +14,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from ..protocol.link import FinishedLink, Meter
-from ..protocol.sides import Observations, ServerSide
+from ..protocol.context import Observations
+from ..protocol.link import FinishedLink
+from ..protocol.meter import Meter
+from ..protocol.server_side import ServerSide
 
 # Over several rounds these add up; the others are averaged.
 SUMMED = ("bytes_up", "bytes_down", "transfers", "client_seconds", "server_seconds", "failed_clients")

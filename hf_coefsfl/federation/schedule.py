@@ -12,8 +12,8 @@ from transformers import Trainer
 
 from ..config import SplitFedConfig
 from ..methods import Method, make_method
+from ..protocol.context import Setting
 from ..protocol.packing import Store
-from ..protocol.sides import Setting
 
 
 class Methods:

@@ -15,10 +15,11 @@ from ..config import SplitFedConfig
 from ..methods import Method
 from ..methods.base import Kept
 from ..methods.parts.auxiliary import example_smashed
+from ..protocol.context import Setting
 from ..protocol.loss import Task
 from ..protocol.packing import Store
 from ..protocol.padding import ignores_padding, mirrored
-from ..protocol.sides import ServerSide, Setting
+from ..protocol.server_side import ServerSide
 from ..split import SplitModel
 from ..split.lora import trainable_sides
 from .averaging import federated_average, flatten, unflatten_

@@ -17,15 +17,17 @@ from ..analysis.staleness import probe_staleness
 from ..config import SplitFedConfig
 from ..methods import GradientReuse
 from ..methods.parts.math_attention import differentiable_attention
+from ..protocol.client_side import ClientSide
 from ..protocol.link import LocalLink, synchronize
 from ..protocol.loss import Task
-from ..protocol.sides import ClientSide, ServerSide
+from ..protocol.seeds import preserved_random_state
+from ..protocol.server_side import ServerSide
 from ..split import SplitModel
 from .averaging import flatten, unflatten_
 from .batches import Batches, ClientData
 from .clients import Federation
 from .ledger import DROPPED, ClientReport, gather_reports
-from .sampling import assign_clients, is_dropped, preserved_random_state, sample_clients
+from .sampling import assign_clients, is_dropped, sample_clients
 from .schedule import set_mode
 from .server import ServerRounds
 

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..federation.sampling import preserved_random_state
 from ..federation.schedule import local_optimizer, make_setting
 from ..methods import Method
+from ..protocol.client_side import ClientSide
 from ..protocol.messages import Feedback, Message, Parameters, SmashedData
 from ..protocol.packing import Exchange, Store
 from ..protocol.padding import kept_positions
-from ..protocol.sides import ClientSide
+from ..protocol.seeds import preserved_random_state
 from ..protocol.wire import read_exchange, write_exchange
 from .checks import copy_checked
 from .client_node import ClientNode

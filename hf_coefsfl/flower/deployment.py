@@ -20,13 +20,14 @@ from tqdm.auto import tqdm
 from ..config import SplitFedConfig
 from ..federation.averaging import flatten, unflatten_
 from ..federation.ledger import ClientReport
-from ..federation.sampling import derive_seed, preserved_random_state, sample_clients
+from ..federation.sampling import sample_clients
 from ..federation.schedule import set_mode
 from ..federation.server import ServerRounds
 from ..protocol.link import synchronize
 from ..protocol.loss import Task
 from ..protocol.messages import Parameters
 from ..protocol.packing import Store
+from ..protocol.seeds import derive_seed, preserved_random_state
 from ..split import SplitModel
 from ..split.placeholders import unwrapped
 from .channel import Channel

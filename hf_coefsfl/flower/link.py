@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from ..federation.averaging import flatten, unflatten_
 from ..methods import Method
-from ..protocol.link import Meter
+from ..protocol.context import Observations, Setting
 from ..protocol.messages import Message, Parameters, SmashedData
+from ..protocol.meter import Meter
 from ..protocol.packing import Exchange
 from ..protocol.padding import kept_positions
-from ..protocol.sides import Observations, Setting
 from ..protocol.wire import read_exchange, write_exchange
 from .channel import Channel
 from .checks import UploadCheck, check_observed, check_tensors

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from ..protocol.client_side import ClientSide
 from ..protocol.link import ClientLink
 from ..protocol.loss import Task
 from ..protocol.messages import Message
-from ..protocol.sides import ClientSide, ServerSide
+from ..protocol.server_side import ServerSide
 from .base import Kept, Method, at_least
 from .parts.auxiliary import HEADS, AuxiliaryHead, check_head_task
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_type_hints
 
 from torch import Tensor
 
+from ..protocol.client_side import ClientSide
 from ..protocol.link import ClientLink
 from ..protocol.loss import Task
 from ..protocol.messages import Feedback, Message, SmashedData
 from ..protocol.packing import Exchange
-from ..protocol.sides import ClientSide, ServerSide
+from ..protocol.server_side import ServerSide
 
 if TYPE_CHECKING:
     from ..split import SplitModel

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..protocol.loss import OutputBlock, Task
 from ..protocol.messages import Feedback, SmashedData
-from ..protocol.sides import ServerSide, on_graph
+from ..protocol.server_side import ServerSide, on_graph
 from .reuse import GradientReuse
 
 GROWTH = 1.5  # how fast the softmax curvature can grow with the predicted output change D

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..protocol.client_side import ClientSide
 from ..protocol.link import ClientLink
 from ..protocol.loss import Task
 from ..protocol.messages import Message, Parameters, SmashedData
 from ..protocol.modes import evaluating
-from ..protocol.sides import ClientSide, ServerSide
+from ..protocol.server_side import ServerSide
 from .base import Kept, Method, at_least, expect
 from .parts.auxiliary import AuxiliaryNetwork, example_smashed
 from .parts.math_attention import differentiable_attention

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from ..protocol.client_side import ClientSide
 from ..protocol.link import ClientLink
 from ..protocol.loss import ONE_LABEL_A_SAMPLE, Task
 from ..protocol.messages import Feedback, Message, SmashedData
 from ..protocol.padding import position_mask
-from ..protocol.sides import ClientSide, ServerSide, on_graph
+from ..protocol.server_side import ServerSide, on_graph
 from .base import Kept, Method, at_least
 from .parts.class_statistics import ClassStatistics, class_moments, from_tensors, pooled, to_tensors, update
 from .reuse import GradientReuse

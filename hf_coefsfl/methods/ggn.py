@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..protocol.loss import OutputBlock, Task
 from ..protocol.messages import Feedback, SmashedData
-from ..protocol.sides import ServerSide, on_graph
+from ..protocol.server_side import ServerSide, on_graph
 from .base import at_least
 from .parts.lanczos import leading_eigenpairs
 from .parts.math_attention import differentiable_attention

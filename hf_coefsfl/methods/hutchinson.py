@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..protocol.loss import OutputBlock
 from ..protocol.messages import Feedback, SmashedData
-from ..protocol.sides import ServerSide
+from ..protocol.server_side import ServerSide
 from .base import at_least
 from .reuse import GradientReuse
 

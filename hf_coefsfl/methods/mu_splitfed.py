@@ -11,9 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..protocol.client_side import ClientSide
 from ..protocol.link import ClientLink
 from ..protocol.messages import Message, SmashedData
-from ..protocol.sides import ClientSide, ServerSide
+from ..protocol.server_side import ServerSide
 from .base import Method, at_least, expect
 from .parts.zeroth_order import Direction, two_point
 

@@ -9,10 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..protocol.client_side import ClientSide
 from ..protocol.link import ClientLink
 from ..protocol.loss import OutputBlock
 from ..protocol.messages import Feedback, Message, SmashedData
-from ..protocol.sides import ClientSide, ServerSide
+from ..protocol.server_side import ServerSide
 from .base import Method, expect
 
 

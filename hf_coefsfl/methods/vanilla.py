@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..protocol.link import ClientLink
 from ..protocol.messages import Feedback
-from ..protocol.sides import ServerSide
+from ..protocol.server_side import ServerSide
 from .base import Method
 
 

@@ -1,48 +1,20 @@
-"""How a round script reaches a client, and the meter that counts what crosses the cut."""
+"""How a round script reaches a client."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .messages import Message, Parameters, SmashedData
+from .client_side import ClientSide
+from .context import Observations
+from .messages import Message, SmashedData
+from .meter import Meter
 from .packing import Exchange
-from .sides import ClientSide, Observations
-
-
-@dataclass
-class Meter:
-    """Bytes by ledger heading in each direction, and the number of transfers."""
-
-    up: dict[str, int] = field(default_factory=dict)
-    down: dict[str, int] = field(default_factory=dict)
-    transfers: int = 0
-
-    def count(self, direction: dict[str, int], sent: Message | Exchange[Any]) -> None:
-        """Count the bytes of what is sent."""
-        for kind, size in sent.nbytes().items():
-            direction[kind] = direction.get(kind, 0) + size
-
-    def federate(self, adapters: Mapping[str, Tensor], auxiliary: Mapping[str, Tensor]) -> None:
-        """Count the weights of federated averaging: down before the round, up after it.
-
-        They are no transfers of the exchange across the cut, and the paper's table leaves them out.
-        """
-        for direction in (self.down, self.up):
-            self.count(direction, Parameters(dict(adapters), dict(auxiliary)))
-
-    def add(self, other: Meter) -> None:
-        """Add what another meter counted."""
-        self.transfers += other.transfers
-        for ours, theirs in ((self.up, other.up), (self.down, other.down)):
-            for kind, size in theirs.items():
-                ours[kind] = ours.get(kind, 0) + size
 
 
 class ClientLink(Protocol):

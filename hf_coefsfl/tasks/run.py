@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from .. import __version__
 from .._io import to_json, write_atomically
-from ..analysis.tables import accuracy_curve
+from ..analysis.plots import accuracy_curve
 from ..config import SplitFedConfig
 from ..split import find_blocks
 from ..split.lora import default_lora

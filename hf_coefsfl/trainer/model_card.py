@@ -18,7 +18,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from peft import PeftModel
 from transformers.modelcard import TASK_MAPPING
 
-from ..analysis.tables import MIB, accuracy_curve, format_table, plot_runs
+from ..analysis.plots import accuracy_curve, plot_runs
+from ..analysis.tables import MIB, format_table
 from ..federation.sampling import num_sampled
 
 if TYPE_CHECKING:

@@ -32,10 +32,9 @@ from ..split.lora import default_lora, save_halves, trainable_sides
 from .checkpoints import clear, fault, is_checkpoint, last_whole, seal
 from .compilation import compile_blocks
 from .evaluation import EvaluatingTrainer
-from .hub import check_token
+from .hub import SharingTrainer, check_token
 from .launching import check_processes
 from .model_card import write_card
-from .sharing import SharingTrainer
 
 logger = logging.getLogger(__name__)
 LEDGER_NAME = "communication.json"

@@ -2,7 +2,8 @@ import struct
 
 import pytest
 
-from hf_coefsfl.analysis.tables import accuracy_curve, format_table, plot_runs
+from hf_coefsfl.analysis.plots import accuracy_curve, plot_runs
+from hf_coefsfl.analysis.tables import format_table
 
 ROWS = [
     {"method": "vanilla", "accuracy": 0.9123, "MiB": 10.0, "transfers": 1364},

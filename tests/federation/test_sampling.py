@@ -8,14 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_coefsfl.federation.sampling import (
-    derive_seed,
-    num_sampled,
-    preserved_random_state,
-    sample_clients,
-    set_random_state,
-    shuffled_batches,
-)
+from hf_coefsfl.federation.sampling import num_sampled, sample_clients, shuffled_batches
+from hf_coefsfl.protocol.seeds import derive_seed, preserved_random_state, set_random_state
 
 
 @pytest.mark.parametrize(

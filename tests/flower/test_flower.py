@@ -20,7 +20,7 @@ from hf_coefsfl.federation.server import ServerRounds
 from hf_coefsfl.federation.simulation import Simulation
 from hf_coefsfl.flower.server import serve
 from hf_coefsfl.flower.wire import chunk_of, content, header_of
-from hf_coefsfl.protocol.sides import ServerSide
+from hf_coefsfl.protocol.server_side import ServerSide
 from tests.support.deployed import ImageSite, LocalGrid, Site, client_process
 from tests.support.federated import FEWER_PASSES, rounds, same, weights
 

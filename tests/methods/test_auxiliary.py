@@ -18,10 +18,12 @@ from hf_coefsfl.methods import FSLSAGE, AccSFL, make_method
 from hf_coefsfl.methods.base import Kept
 from hf_coefsfl.methods.fsl_sage import Alignment, batched, decode, encode, push, select
 from hf_coefsfl.methods.parts.auxiliary import AuxiliaryHead, AuxiliaryNetwork, choose_pooling, pool, task_loss
+from hf_coefsfl.protocol.client_side import ClientSide
+from hf_coefsfl.protocol.context import Setting
 from hf_coefsfl.protocol.link import LocalLink
 from hf_coefsfl.protocol.loss import Task
 from hf_coefsfl.protocol.messages import SmashedData
-from hf_coefsfl.protocol.sides import ClientSide, ServerSide, Setting
+from hf_coefsfl.protocol.server_side import ServerSide
 from hf_coefsfl.split import SplitModel, split_model
 from hf_coefsfl.split.lora import default_lora, trainable_sides
 from tests.support.federated import CLASSES, images, rounds, same, texts, tiny_bert, tiny_vit, trainer, weights

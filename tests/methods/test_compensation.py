@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_coefsfl.methods import make_method
 from hf_coefsfl.protocol.loss import Task
 from hf_coefsfl.protocol.messages import Feedback, SmashedData
-from hf_coefsfl.protocol.sides import ServerSide
+from hf_coefsfl.protocol.server_side import ServerSide
 from tests.support.toy import CAUSAL, CLASSIFICATION, MULTI_LABEL, REGRESSION, SPANS, TOKENS, ToyServer, toy_sides
 
 TASKS = [CLASSIFICATION, REGRESSION, MULTI_LABEL, TOKENS, CAUSAL, SPANS]

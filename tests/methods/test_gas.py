@@ -36,10 +36,12 @@ from hf_coefsfl.methods.parts.class_statistics import (
     to_tensors,
     update,
 )
+from hf_coefsfl.protocol.client_side import ClientSide
+from hf_coefsfl.protocol.context import Setting
 from hf_coefsfl.protocol.link import LocalLink
 from hf_coefsfl.protocol.loss import Task
 from hf_coefsfl.protocol.messages import SmashedData
-from hf_coefsfl.protocol.sides import ClientSide, ServerSide, Setting
+from hf_coefsfl.protocol.server_side import ServerSide
 from hf_coefsfl.split import split_model
 from hf_coefsfl.trainer.checkpoints import seal
 from tests.support.federated import CLASSES, images, rounds, same, texts, tiny_bert, tiny_vit, trainer, weights

@@ -11,10 +11,12 @@ import torch
 from hf_coefsfl.methods import make_method
 from hf_coefsfl.methods.mu_splitfed import MUSplitFed, Probes
 from hf_coefsfl.methods.parts.zeroth_order import Direction, two_point
+from hf_coefsfl.protocol.client_side import ClientSide
+from hf_coefsfl.protocol.context import Setting
 from hf_coefsfl.protocol.link import LocalLink
 from hf_coefsfl.protocol.loss import Task
 from hf_coefsfl.protocol.messages import Message, SmashedData
-from hf_coefsfl.protocol.sides import ClientSide, ServerSide, Setting
+from hf_coefsfl.protocol.server_side import ServerSide
 from hf_coefsfl.split import split_model
 from tests.support.federated import images, rounds, same, texts, tiny_bert, tiny_vit, trainer, weights
 from tests.support.toy import CAUSAL, CLASSIFICATION, REGRESSION, SPANS, TOKENS, toy_sides

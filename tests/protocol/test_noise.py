@@ -9,7 +9,7 @@ from flwr.app import Message
 from safetensors.torch import load
 
 from hf_coefsfl.flower.wire import chunk_of
-from hf_coefsfl.protocol.sides import Setting
+from hf_coefsfl.protocol.context import Setting
 from tests.support.deployed import LocalGrid, Site
 from tests.support.federated import config, same, trainer, weights
 

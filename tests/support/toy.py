@@ -6,9 +6,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import ModelOutput
 
+from hf_coefsfl.protocol.client_side import ClientSide
+from hf_coefsfl.protocol.context import Setting
 from hf_coefsfl.protocol.loss import Task
 from hf_coefsfl.protocol.messages import SmashedData
-from hf_coefsfl.protocol.sides import ClientSide, ServerSide, Setting
+from hf_coefsfl.protocol.server_side import ServerSide
 
 CLASSIFICATION = Task("ForSequenceClassification", num_labels=3, label_names=("labels",))
 REGRESSION = Task("ForSequenceClassification", 2, ("labels",), problem_type="regression")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...analysis.tables import plot_lines, plot_runs
+from ...analysis.plots import plot_lines, plot_runs
 from ..results import Result, mean_curve, staleness
 
 PROBED = {

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from ...federation.sampling import derive_seed, preserved_random_state, set_random_state
 from ...protocol.loss import LANGUAGE_MODELS, SPANS, Task
 from ...protocol.messages import SmashedData
 from ...protocol.modes import evaluating
 from ...protocol.padding import position_mask
-from ...protocol.sides import on_graph
+from ...protocol.seeds import derive_seed, preserved_random_state, set_random_state
+from ...protocol.server_side import on_graph
 from ...split import ServerHalf, SplitModel
 from ...split.placeholders import example_inputs, unwrapped
 from ...split.surgery import clone, cut_path

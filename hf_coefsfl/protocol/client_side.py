@@ -1,0 +1,111 @@
+"""The client's side of the cut during one round: its data, its half, its local updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .context import Setting, Side
+from .injection import inject
+from .loss import OutputBlock, Task
+from .messages import SmashedData
+from .packing import Exchange
+from .padding import kept_positions, without_padding
+
+
+class ClientSide(Side):
+    """θᶜ and the local data of one client. Lives where the data is."""
+
+    def __init__(
+        self,
+        half: nn.Module,
+        batches: Sequence[dict[str, Tensor]],
+        optimizer: torch.optim.Optimizer,
+        setting: Setting,
+        task: Task,
+    ):
+        super().__init__(half, optimizer, setting)
+        self.batches = batches
+        self.task = task
+        self.initial: Exchange[SmashedData] = Exchange(setting.store)  # s₀ of each batch, once exchanged
+        self._current: SmashedData | None = None
+        self._first: tuple[SmashedData, list[int]] | None = None  # batch 0 on its graph, at the weights of that version
+
+    def exchange(self) -> Exchange[SmashedData]:
+        """Return and remember the smashed data s₀ of every batch (the round-initial exchange).
+
+        Batch 0 keeps its graph: at the first local update the weights, and so the pass, are still the same.
+        """
+        self.initial = Exchange(self.setting.store)
+        for batch in range(len(self.batches)):
+            with torch.set_grad_enabled(batch == 0):
+                smashed = self._smash(batch)
+            if batch == 0:
+                self._first = smashed, self._versions()
+            self.initial.append(smashed.detach(), kept_positions(smashed, self.task))
+        return self.initial
+
+    def pack(self, messages: Iterable[SmashedData], lasting: bool = True) -> Exchange[SmashedData]:
+        """Return smashed data in the form in which it is sent."""
+        packed: Exchange[SmashedData] = Exchange(self.setting.store, lasting)
+        for message in messages:
+            packed.append(message, kept_positions(message, self.task))
+        return packed
+
+    def smash(self, batch: int) -> SmashedData:
+        """Run the client half on a batch, keep its graph for `descend`, and return what is sent."""
+        if batch == 0 and self._first is not None and self._first[1] == self._versions():
+            self._current, self._first = self._first[0], None
+        else:
+            self._current = self._smash(batch)
+        return self._current.detach()
+
+    def displacement(self, batch: int) -> Tensor:
+        """δ = s − s₀ of the batch last smashed, 0 at padding."""
+        delta = self.live.activations.detach() - self.initial[batch].activations
+        return without_padding(delta, self.initial.kept(batch))
+
+    @property
+    def live(self) -> SmashedData:
+        """The batch last smashed, on its graph."""
+        if self._current is None:
+            raise RuntimeError("The client has no activations on a graph: call smash(batch) before each update.")
+        return self._current
+
+    def descend(self, gradient: Tensor) -> None:
+        """θᶜ ← θᶜ − η Jᵀ g̃: inject g̃ at the cut of the batch last smashed, then one step."""
+        self.minimize(inject(self.live.activations, gradient))
+
+    def minimize(self, loss: Tensor) -> None:
+        """Take one step on a loss that was computed from `live`."""
+        self._first = None
+        self._step(loss)
+        self._current = None  # its graph is spent
+
+    def output_blocks(self, batch: int) -> list[OutputBlock]:
+        """Return the outputs of the loss that this batch's labels speak of; none where the loss is not known."""
+        if not self.task.has_known_curvature:
+            return []
+        smashed = self.initial[batch]
+        return self.task.output_blocks(smashed.labels, smashed.activations.shape[1])
+
+    def _versions(self) -> list[int]:
+        """Count how often each trained weight of the half has been written to; a method may train more than those."""
+        return [parameter._version for parameter in self.half.parameters() if parameter.requires_grad]
+
+    def _smash(self, batch: int) -> SmashedData:
+        inputs, labels = self.task.separate(_on_device(self.batches[batch], self.setting.device))
+        self.setting.synchronize_masks(self.half, "client_forward", batch)
+        with self.setting.autocast():
+            smashed: SmashedData = self.half(**inputs)
+        noisy = self.setting.with_noise(smashed.activations, batch)
+        self.observed.add("activations", noisy.sum())  # NaN and infinity survive a sum
+        return replace(smashed, activations=noisy, labels={**smashed.labels, **labels})
+
+
+def _on_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: t.to(device, non_blocking=True) if isinstance(t, Tensor) else t for name, t in batch.items()}

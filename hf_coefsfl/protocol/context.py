@@ -1,0 +1,103 @@
+"""What both sides of one client's round share: where it stands, how passes are run, what was observed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .packing import Store
+from .seeds import derive_seed, set_random_state
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What both sides of one client's round share: where it stands and how passes are run."""
+
+    seed: int
+    round_index: int
+    client: int
+    local_epochs: int = 1
+    max_grad_norm: float = 0.0
+    device: torch.device = torch.device("cpu")
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    store: Store = field(default_factory=Store)
+    noise: float = 0.0  # standard deviation of what the client adds to its smashed data
+    noise_seed: int | None = None  # a client's secret; None: the run's seed
+
+    def derive_seed(self, stream: str, batch: int) -> int:
+        """Return the seed of a random stream at one batch of this round and client."""
+        return derive_seed(self.seed, stream, self.round_index, self.client, batch)
+
+    def generator(self, stream: str, batch: int) -> torch.Generator:
+        """Return a generator of random numbers for one batch, on the device."""
+        return torch.Generator(self.device).manual_seed(self.derive_seed(stream, batch))
+
+    def with_noise(self, activations: Tensor, batch: int) -> Tensor:
+        """Return activations with the noise of a batch, the same in every pass over it, so that s − s₀ has none."""
+        if self.noise == 0:
+            return activations
+        seed = self.seed if self.noise_seed is None else self.noise_seed
+        place = derive_seed(seed, "noise", self.round_index, self.client, batch)
+        generator = torch.Generator(activations.device).manual_seed(place)
+        drawn = torch.randn(activations.shape, generator=generator, device=activations.device, dtype=activations.dtype)
+        return activations + self.noise * drawn
+
+    def synchronize_masks(self, half: nn.Module, stream: str, batch: int) -> None:
+        """Make every pass of a half over a batch draw the same dropout masks, so that s − s₀ is no noise."""
+        if half.training:
+            set_random_state(self.derive_seed(stream, batch))
+
+
+@dataclass
+class Observations:
+    """Scalars seen during a round, kept on the device until the round is over."""
+
+    values: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Note one value of a scalar."""
+        self.values.setdefault(name, []).append(value.detach().float())
+
+    def mean(self, name: str, default: float = 0.0) -> float:
+        """Return the mean of what was noted, or `default` where nothing was."""
+        noted = self.values.get(name)
+        return torch.stack(noted).mean().item() if noted else default
+
+    def first_nonfinite(self, *names: str) -> int | None:
+        """Return the place of the first NaN or infinity in what was noted under the names, one after the other."""
+        noted = [value for name in names for value in self.values.get(name, [])]
+        places = torch.stack(noted).isfinite().logical_not().nonzero() if noted else torch.empty(0)
+        return int(places[0]) if len(places) else None
+
+
+class Side:
+    """One side of the cut: the trainable weights of a half with their optimizer."""
+
+    def __init__(self, half: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting):
+        self.half = half
+        self.optimizer = optimizer
+        self.setting = setting
+        self.observed = Observations()
+        self.kept: dict[str, Tensor] = {}  # what the method keeps of this round, for its `merge`
+
+    def finish(self) -> None:
+        """Note whether the weights came out finite."""
+        for parameter in _parameters(self.optimizer):
+            self.observed.add("weights", parameter.sum())
+
+    def _step(self, carrier: Tensor) -> None:
+        """Backpropagate `carrier` and take one optimizer step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        carrier.backward()
+        if self.setting.max_grad_norm > 0:
+            nn.utils.clip_grad_norm_(_parameters(self.optimizer), self.setting.max_grad_norm)
+        self.optimizer.step()
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])

@@ -1,0 +1,56 @@
+"""The server's side of the cut during one client's round: feedback and local updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .context import Setting, Side
+from .loss import Task
+from .messages import SmashedData
+
+
+class ServerSide(Side):
+    """θˢ of one client (SplitFed V1 keeps one per sampled client). Lives on the server."""
+
+    def __init__(self, half: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, task: Task):
+        super().__init__(half, optimizer, setting)
+        self.task = task
+
+    def forward(self, smashed: SmashedData, batch: int) -> Any:
+        """Return the model's output with its loss, on the graph of `smashed.activations`."""
+        self.setting.synchronize_masks(self.half, "server_forward", batch)
+        with self.setting.autocast():
+            return self.half(smashed)
+
+    def gradient(self, smashed: SmashedData, batch: int, observe: bool = True) -> Tensor:
+        """g = ∇ₛL(s; θˢ) of the batch-mean loss at the present weights."""
+        leaf = on_graph(smashed)
+        loss = self.forward(leaf, batch).loss
+        if observe:
+            self.observed.add("feedback_loss", loss)
+        return torch.autograd.grad(loss, leaf.activations)[0]
+
+    def train_step(self, smashed: SmashedData, batch: int) -> Tensor:
+        """θˢ ← θˢ − η ∇L(s; θˢ). Return ∇ₛL of the same backward pass, at the weights before the step."""
+        leaf = on_graph(smashed)
+        loss = self.forward(leaf, batch).loss
+        self.observed.add("loss", loss)
+        self._step(loss)
+        assert leaf.activations.grad is not None
+        return leaf.activations.grad
+
+    def local_updates(self, smashed: Sequence[SmashedData]) -> None:
+        """Walk the cached smashed data for `local_epochs` epochs, Eq. (server-local)."""
+        for _ in range(self.setting.local_epochs):
+            for batch, data in enumerate(smashed):
+                self.train_step(data, batch)
+
+
+def on_graph(smashed: SmashedData) -> SmashedData:
+    """Return `smashed` with its activations as a leaf that collects a gradient."""
+    return replace(smashed, activations=smashed.activations.detach().requires_grad_())
