@@ -221,7 +221,7 @@ class Site:
         place = {"method": method, "output_dir": str(self.folder / f"{method}-simulated")}
         options = read_run_config(self.common | data | place)
         trainer, _ = make_trainer(options.task(options.arguments, keep="client"), options.config)
-        run_round, seconds = trainer.simulation.run_round, []
+        run_round, seconds = trainer.rounds.run_round, []
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.time()
@@ -229,7 +229,7 @@ class Site:
             seconds.append(time.time() - start)
             return reports
 
-        trainer.simulation.run_round = timed
+        trainer.rounds.run_round = timed
         trainer.train()
         total = trainer.ledger.total
         return {"seconds": sum(seconds) / len(seconds), "ledger": [sum(total.up.values()), sum(total.down.values())]}

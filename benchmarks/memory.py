@@ -32,7 +32,7 @@ from hf_coefsfl.analysis.memory import Run, footprint
 from hf_coefsfl.analysis.tables import MIB, format_table
 from hf_coefsfl.methods import Method, make_method
 from hf_coefsfl.protocol.client_side import ClientSide
-from hf_coefsfl.protocol.context import Setting
+from hf_coefsfl.protocol.context import RoundContext
 from hf_coefsfl.protocol.messages import Feedback, Message, SmashedData
 from hf_coefsfl.protocol.packing import Exchange, Store
 from hf_coefsfl.protocol.server_side import ServerSide
@@ -138,7 +138,7 @@ def feedback(method: Method, data: SmashedData) -> Feedback:
 
 def run_side(case: dict[str, Any], folder: Path) -> None:
     """Run a round of one half alone."""
-    method, setting = make_method(case["method"]), Setting(seed=0, round_index=0, client=0)
+    method, setting = make_method(case["method"]), RoundContext(seed=0, round_index=0, client=0)
     half = (load_client if case["part"] == "client" else load_server)(folder / case["part"]).train()
     for parameter in half.parameters():
         parameter.sum()  # touches every page: a file is mapped, and rows of an embedding that nobody asks for stay out
@@ -147,9 +147,9 @@ def run_side(case: dict[str, Any], folder: Path) -> None:
     sizes = Round(case["num_samples"], case["batch_size"]).sizes
     if case["part"] == "server":
         message = SmashedData.from_bytes((folder / "message").read_bytes())
-        method.round(OtherSide(message, sizes), ServerSide(half, optimizer, setting, samples.task))
+        method.round(OtherSide(message, sizes), ServerSide(half, optimizer, setting, samples.loss_spec))
         return
-    client = ClientSide(half, samples.batches(sizes), optimizer, setting, samples.task)
+    client = ClientSide(half, samples.batches(sizes), optimizer, setting, samples.loss_spec)
     if method.name == "vanilla":
         for place in range(len(sizes)):
             (data,) = client.pack(method.upload(client, [place]), lasting=False)

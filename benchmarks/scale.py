@@ -70,7 +70,7 @@ def of_a_round(clients: int, samples: int, tokens: int, cut: int) -> dict[str, A
     data = texts(clients * samples, tokens)
     with tempfile.TemporaryDirectory() as folder:
         run = make_trainer(folder, data, clients, cut)
-        simulation = run.simulation
+        simulation = run.rounds
         assert simulation is not None
         seconds = []
         for index in range(3):

@@ -138,7 +138,7 @@ class _Rows(torch.utils.data.Dataset[Batch]):
 
 
 def round_of(trainer: SplitFedTrainer, method: str) -> Callable[[], Any]:
-    simulation = trainer.simulation
+    simulation = trainer.rounds
     assert simulation is not None
     index = 0 if method == ALIGNMENT else 1  # FSL-SAGE aligns in round 0 and not in round 1
     return lambda: simulation.run_round(index, LEARNING_RATE)

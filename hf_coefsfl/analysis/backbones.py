@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_labels
 
-from ..protocol.loss import Task
+from ..protocol.loss import LossSpec
 from ..split.placeholders import example_inputs
 
 _VIT_TINY = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768}
@@ -116,7 +116,7 @@ class Samples:
     def __init__(self, model: PreTrainedModel, sequence_length: int | None = None):
         if sequence_length is not None and sequence_length < 1:
             raise ValueError(f"The sequence length must be at least 1, got {sequence_length}.")
-        self.task = Task.of(model, find_labels(type(model)))
+        self.loss_spec = LossSpec.of(model, find_labels(type(model)))
         self._is_text = model.main_input_name == "input_ids"
         self._length = (sequence_length or SEQUENCE_LENGTH) if self._is_text else None
         self._sample = {name: self._lengthened(t[:1]) for name, t in example_inputs(model).items()}
@@ -124,7 +124,7 @@ class Samples:
     def batch(self, size: int) -> dict[str, Tensor]:
         """Return `size` samples with labels."""
         inputs = {name: t.repeat(size, *[1] * (t.dim() - 1)) for name, t in self._sample.items()}
-        return inputs | {name: self._labels(name, inputs) for name in self.task.label_names if name not in inputs}
+        return inputs | {name: self._labels(name, inputs) for name in self.loss_spec.label_names if name not in inputs}
 
     def batches(self, sizes: Sequence[int]) -> list[dict[str, Tensor]]:
         """Return a batch of each size."""
@@ -138,9 +138,9 @@ class Samples:
     def _labels(self, name: str, inputs: dict[str, Tensor]) -> Tensor:
         # Class 0 throughout: a method that waits until it has seen all classes goes on waiting.
         first = next(iter(inputs.values()))
-        if self.task.loss_type in ("ForTokenClassification", "ForCausalLM", "ForMaskedLM"):
+        if self.loss_spec.loss_type in ("ForTokenClassification", "ForCausalLM", "ForMaskedLM"):
             return torch.zeros(first.shape[:2], dtype=torch.long)
-        real = self.task.problem_type in ("regression", "multi_label_classification")
-        if real or (self.task.num_labels == 1 and name == "labels"):
-            return torch.zeros(len(first), self.task.num_labels)
+        real = self.loss_spec.problem_type in ("regression", "multi_label_classification")
+        if real or (self.loss_spec.num_labels == 1 and name == "labels"):
+            return torch.zeros(len(first), self.loss_spec.num_labels)
         return torch.zeros(len(first), dtype=torch.long)

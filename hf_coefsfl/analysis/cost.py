@@ -22,7 +22,7 @@ from ..methods.fsl_sage import FSLSAGE
 from ..methods.gas import GAS, num_generated, share_of
 from ..methods.parts.math_attention import differentiable_attention
 from ..protocol.client_side import ClientSide
-from ..protocol.context import Setting
+from ..protocol.context import RoundContext
 from ..protocol.packing import EXCHANGE_DTYPES, Store
 from ..protocol.seeds import preserved_random_state
 from ..split import SplitModel, find_blocks, split_model
@@ -172,13 +172,13 @@ class CostModel:
         if run is None:
             return costs
         plain = next(_kinds(method))  # aligning is left out of the memory
-        generated = generated_samples(method, plan, self.samples.task.num_labels) if isinstance(method, GAS) else 0
+        generated = generated_samples(method, plan, self.samples.loss_spec.num_labels) if isinstance(method, GAS) else 0
         taken = footprint(self, plain.method, cut, plan, run, costs[0], index=plain.index, generated=generated)
         return [replace(cost, footprint=taken) for cost in costs]
 
     def kinds(self, method: Method, cut: int, local_epochs: int = 1) -> list[tuple[Kind, Coefficients]]:
         """Return the kinds of round that a method has, each with (a, b, c), and d, of all that is counted."""
-        method.check_task(self.samples.task)
+        method.check_loss(self.samples.loss_spec)
         found: list[tuple[Kind, Coefficients]] = []
         for kind in _kinds(method):
             if kind.aligns_in is None:
@@ -204,7 +204,7 @@ class CostModel:
             counted[name] = sum(coefficients[name])
         if isinstance(kind.method, GAS):
             # Coefficients are of all epochs of a round, and so are the training steps on what is generated.
-            generated = generated_samples(kind.method, plan, self.samples.task.num_labels)
+            generated = generated_samples(kind.method, plan, self.samples.loss_spec.num_labels)
             counted["server_flops"] += generated * coefficients["train_flops"][2]
             counted["placeholder_flops"] += generated * coefficients["train_placeholder_flops"][2]
         if kind.aligns_in is not None:
@@ -247,10 +247,10 @@ class CostModel:
                 aligned[name] = (a + added, b, c)
         return aligned
 
-    def setting(self, local_epochs: int = 1, round_index: int = 0) -> Setting:
+    def round_context(self, local_epochs: int = 1, round_index: int = 0) -> RoundContext:
         """Return where a measured round stands."""
         store = Store(self.exchange_dtype)
-        return Setting(seed=0, round_index=round_index, client=0, local_epochs=local_epochs, store=store)
+        return RoundContext(seed=0, round_index=round_index, client=0, local_epochs=local_epochs, store=store)
 
     def measure(
         self,
@@ -263,15 +263,15 @@ class CostModel:
         compute: bool = False,
     ) -> Numbers:
         """Run a round of the method over batches of the given sizes and return all that was counted."""
-        split, task = self.split(cut), self.samples.task
-        setting = self.setting(local_epochs, round_index)
+        split, loss_spec = self.split(cut), self.samples.loss_spec
+        context = self.round_context(local_epochs, round_index)
         ours, theirs = trainable_sides(split)
         # A learning rate of zero: the optimizers work, and the weights stay as they are for the next round.
         optimizers = [torch.optim.AdamW(list(side.values()), lr=0.0) for side in (ours, theirs)]
         with preserved_random_state():
-            method.setup(split, task, seed=0)
-            client = ClientSide(split.client, self.samples.batches(sizes), optimizers[0], setting, task)
-            server = CountedServer(split.server, optimizers[1], setting, task)
+            method.setup(split, loss_spec, seed=0)
+            client = ClientSide(split.client, self.samples.batches(sizes), optimizers[0], context, loss_spec)
+            server = CountedServer(split.server, optimizers[1], context, loss_spec)
             server.counter = OperationCounter(compute)
             link = CountedLink(method, client, server.counter)
             with differentiable_attention(), server.counter:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..federation.ledger import Ledger
 from ..methods import Method
-from ..methods.base import Kept
+from ..methods.base import ClientState
 from ..methods.fsl_sage import FSLSAGE
 from ..methods.gas import GAS
 from ..protocol.client_side import ClientSide
@@ -203,23 +203,23 @@ class History:
 
 def follow(model: CostModel, method: Method, cut: int, sizes: Sequence[int], round_index: int = 0) -> History:
     """Run a round of the method over batches of the given sizes and follow what lives."""
-    split, task, setting = model.split(cut), model.samples.task, model.setting(round_index=round_index)
+    split, loss_spec, context = model.split(cut), model.samples.loss_spec, model.round_context(round_index=round_index)
     ours, theirs = trainable_sides(split)
     batches = model.samples.batches(sizes)
     inputs = [t for batch in batches for t in batch.values()]
     memory = LiveMemory([*existing_tensors(split), *inputs])
     with preserved_random_state(), _usual_attention(split), OperationCounter(), memory:
         memory.side = CLIENT  # where the auxiliary networks are used
-        method.setup(split, task, seed=0)
+        method.setup(split, loss_spec, seed=0)
         # A learning rate of zero: the weights stay as they are for the next round.
         optimizers = [torch.optim.AdamW(list(side.values()), lr=0.0) for side in (ours, theirs)]
-        client = ClientSide(split.client, batches, optimizers[0], setting, task)
-        server = ServerSide(split.server, optimizers[1], setting, task)
+        client = ClientSide(split.client, batches, optimizers[0], context, loss_spec)
+        server = ServerSide(split.server, optimizers[1], context, loss_spec)
         memory.side = SERVER
         memory.history.clear()
         method.round(_FollowedLink(method, client, memory), server)
         memory.switch(SERVER)
-    method.merge([Kept(0, sum(sizes), {**client.kept, **server.kept})])
+    method.merge([ClientState(0, sum(sizes), {**client.kept, **server.kept})])
     state = sum(map(nbytes, method.state_dict().values()))
     for half in (split.client, split.server):
         half.zero_grad(set_to_none=True)
@@ -326,7 +326,7 @@ def footprint(
 def state_bytes(model: CostModel, method: Method, one: History, plan: Round, run: Run, rounds: int) -> int:
     """Return the bytes of what a method keeps from round to round, after so many of them."""
     if isinstance(method, GAS):  # statistics of each class; the measured samples are of one
-        return one.state * model.samples.task.num_labels
+        return one.state * model.samples.loss_spec.num_labels
     if isinstance(method, FSLSAGE):
         network = sum(map(nbytes, method.initial.values()))
         data = method.clients[0].buffer[0]

@@ -52,13 +52,13 @@ def check_probe(method: Method) -> None:
 def probe_staleness(method: GradientReuse, client: ClientSide, server: ServerSide) -> list[ProbePoint]:
     """Repeat a client's local updates from the round-initial weights of both sides. Leaves the client's changed."""
     smashed = client.exchange()
-    feedback: Exchange[Feedback] = Exchange(client.setting.store)
+    feedback: Exchange[Feedback] = Exchange(client.context.store)
     losses = []
     for batch, data in enumerate(smashed):
         feedback.append(method.feedback(server, data, batch), smashed.kept(batch))
         losses.append(_fresh(server, data.activations, client, batch)[1])
     points = []
-    for epoch in range(client.setting.local_epochs):
+    for epoch in range(client.context.local_epochs):
         for batch, message in enumerate(feedback):
             activations = client.smash(batch).activations
             delta = client.displacement(batch)
@@ -96,7 +96,7 @@ def _point(
     factor = method.compensation_factor if isinstance(method, CoeFD) else CoeFD().compensation_factor
     surrogate = initial_loss + (delta * (stale + compensated) / 2).sum()
     return ProbePoint(
-        round=client.setting.round_index + 1,
+        round=client.context.round_index + 1,
         update=update,
         displacement=delta.norm(dim=1).mean().item(),
         stale_cosine=cosine_similarity(stale.flatten(), fresh.flatten(), dim=0).item(),

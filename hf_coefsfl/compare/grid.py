@@ -14,7 +14,7 @@ from typing import Any
 from ..analysis.staleness import check_probe
 from ..config import SplitFedConfig
 from ..methods import make_method
-from ..protocol.loss import Task
+from ..protocol.loss import LossSpec
 from ..tasks import TASKS
 from .spec import Spec, Split, TaskSpec, Variant
 
@@ -46,7 +46,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting: a task, model, split, cut and method, run with each learning rate and then with each seed."""
+    """One context: a task, model, split, cut and method, run with each learning rate and then with each seed."""
 
     spec: TaskSpec
     split: Split
@@ -139,7 +139,7 @@ def wanted(cells: Sequence[Cell]) -> list[Cell]:
 def upcoming(cells: Sequence[Cell], finished: Mapping[str, Summary], given_up: Container[str]) -> Iterator[Run]:
     """Yield the runs that are neither finished nor given up and whose options are known by now.
 
-    The first seed of every setting comes first, so that a whole table stands early. The other seeds wait for
+    The first seed of every context comes first, so that a whole table stands early. The other seeds wait for
     the learning rate.
     """
     open_runs: dict[str, Run] = {}
@@ -155,7 +155,7 @@ def upcoming(cells: Sequence[Cell], finished: Mapping[str, Summary], given_up: C
 def _refusal(task: TaskSpec, variant: Variant) -> str | None:
     loss = TASKS[task.task].auto_model.__name__.removeprefix("AutoModel")  # transformers names losses by heads
     try:
-        make_method(variant.method, variant.kwargs).check_task(Task(loss, 3, ("labels",)))
+        make_method(variant.method, variant.kwargs).check_loss(LossSpec(loss, 3, ("labels",)))
     except ValueError as error:
         return str(error)
     return None
@@ -170,7 +170,7 @@ def _can_be_probed(variant: Variant) -> bool:
 
 
 def _check_options(cells: Sequence[Cell]) -> None:
-    """Build the configuration of each different setting once: it refuses what would not run."""
+    """Build the configuration of each different context once: it refuses what would not run."""
     fields = SplitFedConfig.__dataclass_fields__
     seen = set()
     for cell in wanted(cells):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from ..config import SplitFedConfig
-from ..protocol.loss import Task
+from ..protocol.loss import LossSpec
 from ..protocol.seeds import derive_seed, set_cpu_random_state
 from .clients import Federation
 from .sampling import shuffled_batches
@@ -32,10 +32,10 @@ class ClientData:
         self,
         federation: Federation,
         collate: Callable[[list[Any]], dict[str, Any]],
-        task: Task,
+        loss_spec: LossSpec,
         args: SplitFedConfig,
     ):
-        self.federation, self.task, self.args = federation, task, args
+        self.federation, self.loss_spec, self.args = federation, loss_spec, args
         self._collated = CollatedBatches(federation, collate, args)
         self._plan = _Plan()
         self._loader: DataLoader[Any] | None = None
@@ -72,8 +72,8 @@ class ClientData:
         for batch in batches:
             if isinstance(batch, Exception):
                 raise batch
-            self.task.check_labels(batch, f"client {name}")
-        labelled = [batch for batch in batches if self.task.has_labels(batch)]
+            self.loss_spec.check_labels(batch, f"client {name}")
+        labelled = [batch for batch in batches if self.loss_spec.has_labels(batch)]
         if not labelled:
             raise ValueError(
                 f"Client {name} has no label that enters the loss: all are -100. Leave the client out, or look at the "

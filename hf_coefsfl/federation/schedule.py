@@ -12,11 +12,11 @@ from transformers import Trainer
 
 from ..config import SplitFedConfig
 from ..methods import Method, make_method
-from ..protocol.context import Setting
+from ..protocol.context import RoundContext
 from ..protocol.packing import Store
 
 
-class Methods:
+class MethodSchedule:
     """Vanilla SFL for the warm-up rounds, then the method of the run."""
 
     def __init__(self, args: SplitFedConfig):
@@ -35,16 +35,16 @@ def make_store(args: SplitFedConfig, ignored_padding: tuple[bool, bool]) -> Stor
     return Store(args.exchange_dtype, limit, args.output_dir, *ignored_padding)
 
 
-def make_setting(
+def make_context(
     args: SplitFedConfig,
     round_index: int,
     client: int,
     store: Store,
     autocast: Callable[[], AbstractContextManager[Any]],
     noise_seed: int | None = None,
-) -> Setting:
+) -> RoundContext:
     """Return what both sides of one client's round share; a client may have a secret seed for its noise."""
-    return Setting(
+    return RoundContext(
         seed=args.seed,
         round_index=round_index,
         client=client,

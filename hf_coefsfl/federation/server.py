@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from ..analysis.staleness import ProbePoint
 from ..config import SplitFedConfig
 from ..methods import Method
-from ..methods.base import Kept
+from ..methods.base import ClientState
 from ..methods.parts.auxiliary import example_smashed
-from ..protocol.context import Setting
-from ..protocol.loss import Task
+from ..protocol.context import RoundContext
+from ..protocol.loss import LossSpec
 from ..protocol.packing import Store
 from ..protocol.padding import ignores_padding, mirrored
 from ..protocol.server_side import ServerSide
@@ -24,7 +24,7 @@ from ..split import SplitModel
 from ..split.lora import trainable_sides
 from .averaging import federated_average, flatten, unflatten_
 from .ledger import DROPPED, ClientReport
-from .schedule import Methods, local_optimizer, make_setting, make_store
+from .schedule import MethodSchedule, local_optimizer, make_context, make_store
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,10 @@ class Clients(Protocol):
 class ServerRounds:
     """The server of a run: its half, its method and the global weights. Subclasses say how clients are reached."""
 
-    def __init__(self, split: SplitModel, task: Task, clients: Clients, args: SplitFedConfig, accelerator: Accelerator):
-        self.split, self.task, self.clients = split, task, clients
+    def __init__(
+        self, split: SplitModel, loss_spec: LossSpec, clients: Clients, args: SplitFedConfig, accelerator: Accelerator
+    ):
+        self.split, self.loss_spec, self.clients = split, loss_spec, clients
         self.args, self.accelerator = args, accelerator
         self.example = example_smashed(split)
         # Whether padding before, and after, the tokens can be left out: a model may always read the first position.
@@ -56,7 +58,7 @@ class ServerRounds:
             ignores_padding(split.server, self.example),
         )
         self.client_parameters, self.server_parameters = trainable_sides(split)
-        self.methods = Methods(args)
+        self.methods = MethodSchedule(args)
         self.set_up_method()
         self.update_norm = 0.0  # of the last round's average
         self.staleness: list[ProbePoint] = []  # what `args.staleness_probe` measured
@@ -69,7 +71,7 @@ class ServerRounds:
 
     def set_up_method(self) -> None:
         """Give the method the state it starts with."""
-        self.method.setup(self.split, self.task, self.args.seed, first_round=self.args.warmup_rounds)
+        self.method.setup(self.split, self.loss_spec, self.args.seed, first_round=self.args.warmup_rounds)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -91,14 +93,14 @@ class ServerRounds:
         """Return where the exchange of a client's round is kept."""
         return make_store(self.args, self.ignored_padding)
 
-    def setting(self, round_index: int, client: int) -> Setting:
+    def round_context(self, round_index: int, client: int) -> RoundContext:
         """Return what both sides of a client's round share."""
-        return make_setting(self.args, round_index, client, self.store(), self.accelerator.autocast)
+        return make_context(self.args, round_index, client, self.store(), self.accelerator.autocast)
 
-    def server_side(self, setting: Setting, learning_rate: float) -> ServerSide:
+    def server_side(self, context: RoundContext, learning_rate: float) -> ServerSide:
         """Return the server's side of a client at the present weights, with a fresh optimizer."""
         optimizer = self.local_optimizer(self.server_parameters, learning_rate)
-        return ServerSide(self.split.server, optimizer, setting, self.task)
+        return ServerSide(self.split.server, optimizer, context, self.loss_spec)
 
     def average(
         self,
@@ -121,7 +123,7 @@ class ServerRounds:
         weights = self._surviving(round_index, reports)
         if weights:
             unflatten_(self.parameters, federated_average(trained, weights, owners, len(initial), self.accelerator))
-            kept = [Kept(client, reports[client].num_samples, reports[client].kept) for client in weights]
+            kept = [ClientState(client, reports[client].num_samples, reports[client].kept) for client in weights]
             self.methods.of_round(round_index).merge(kept)
         self.update_norm = (flatten(self.parameters) - initial).norm().item()
 

@@ -19,7 +19,7 @@ from ..methods import GradientReuse
 from ..methods.parts.math_attention import differentiable_attention
 from ..protocol.client_side import ClientSide
 from ..protocol.link import LocalLink, synchronize
-from ..protocol.loss import Task
+from ..protocol.loss import LossSpec
 from ..protocol.seeds import preserved_random_state
 from ..protocol.server_side import ServerSide
 from ..split import SplitModel
@@ -38,15 +38,15 @@ class Simulation(ServerRounds):
     def __init__(
         self,
         split: SplitModel,
-        task: Task,
+        loss_spec: LossSpec,
         federation: Federation,
         collate: Callable[[list[Any]], dict[str, Any]],
         args: SplitFedConfig,
         accelerator: Accelerator,
     ):
-        super().__init__(split, task, federation, args, accelerator)
+        super().__init__(split, loss_spec, federation, args, accelerator)
         self.federation = federation
-        self.data = ClientData(federation, collate, task, args)
+        self.data = ClientData(federation, collate, loss_spec, args)
 
     def close(self) -> None:
         """End the workers that collate."""
@@ -115,10 +115,10 @@ class Simulation(ServerRounds):
         self, round_index: int, client: int, batches: Batches, learning_rate: float
     ) -> tuple[ClientSide, ServerSide]:
         """Return both sides of a client at the present weights, with fresh optimizers."""
-        setting = self.setting(round_index, client)
+        context = self.round_context(round_index, client)
         optimizer = self.local_optimizer(self.client_parameters, learning_rate)
-        client_side = ClientSide(self.split.client, batches, optimizer, setting, self.task)
-        return client_side, self.server_side(setting, learning_rate)
+        client_side = ClientSide(self.split.client, batches, optimizer, context, self.loss_spec)
+        return client_side, self.server_side(context, learning_rate)
 
     def _train_client(self, round_index: int, client: int, batches: Batches, learning_rate: float) -> ClientReport:
         """Run the round's method with one client, both sides starting from the present weights."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..protocol.loss import LANGUAGE_MODELS, Task
+from ..protocol.loss import LANGUAGE_MODELS, LossSpec
 from ..protocol.messages import SmashedData
 from ..protocol.packing import Exchange, Mapped
 from ..split.surgery import Cut
@@ -26,7 +26,7 @@ class UploadCheck:
     """What smashed data must be.
 
     Attributes:
-        task: whose labels it carries.
+        loss_spec: whose labels it carries.
         cut: of the model: what crosses besides the activations.
         example: smashed data of the right form.
         labels: of a batch of one, of the right form.
@@ -36,7 +36,7 @@ class UploadCheck:
         vocab_size: of a language model, whose labels are tokens.
     """
 
-    task: Task
+    loss_spec: LossSpec
     cut: Cut
     example: SmashedData
     labels: Mapping[str, Tensor]
@@ -65,7 +65,7 @@ class UploadCheck:
         for name, t in labels.items():
             wanted = self.labels[name]
             fits = t.dtype == wanted.dtype and t.dim() == wanted.dim() and len(t) == samples
-            if self.task.loss_type in _TOKEN_LABELS:
+            if self.loss_spec.loss_type in _TOKEN_LABELS:
                 fits = fits and t.shape[1] <= self.max_tokens
             elif t.shape[1:] != wanted.shape[1:]:
                 fits = False
@@ -74,11 +74,11 @@ class UploadCheck:
             if t.is_floating_point():
                 if not bool(t.isfinite().all()):
                     raise TransferError(f"{name} holds NaN or infinity")
-            elif self.task.loss_type in LANGUAGE_MODELS and self.vocab_size:
+            elif self.loss_spec.loss_type in LANGUAGE_MODELS and self.vocab_size:
                 wrong = t[(t != -100) & ((t < 0) | (t >= self.vocab_size))]
                 if len(wrong):
                     raise TransferError(f"{name} has a token {int(wrong[0])}, the vocabulary has {self.vocab_size}")
-        self.task.check_labels(dict(labels), "the client")
+        self.loss_spec.check_labels(dict(labels), "the client")
 
     def _check_context(self, context: Mapping[str, Tensor], shape: torch.Size) -> None:
         shipped = {f"block.{path}" for path in self.cut.shipped}

@@ -19,8 +19,8 @@ from .. import __version__
 from ..federation.batches import ClientData
 from ..federation.clients import Federation
 from ..federation.partition import Partition
-from ..federation.schedule import Methods, set_mode
-from ..protocol.loss import Task
+from ..federation.schedule import MethodSchedule, set_mode
+from ..protocol.loss import LossSpec
 from ..split import ClientHalf, load_client
 from ..split.placeholders import unwrapped
 from .memory import return_freed_memory
@@ -59,10 +59,10 @@ class ClientNode:
         model: Any = unwrapped(self.half.model)
         self.parameters = {name: p for name, p in self.half.model.named_parameters() if p.requires_grad}
         labels = self.config.label_names or find_labels(type(model))
-        self.task = Task.of(model, labels)
-        self.methods = Methods(self.config)
+        self.loss_spec = LossSpec.of(model, labels)
+        self.methods = MethodSchedule(self.config)
         alone: Any = HalfAlone(self.half)
-        self.methods.method.setup(alone, self.task, self.config.seed, first_round=self.config.warmup_rounds)
+        self.methods.method.setup(alone, self.loss_spec, self.config.seed, first_round=self.config.warmup_rounds)
         self._prepare_data(options, node_config, str(source), model, labels)
 
     def _prepare_data(
@@ -92,7 +92,7 @@ class ClientNode:
         self.num_samples = federation.sizes[self.client]
         if not self.num_samples:
             raise ValueError(f"Client {self.name} has no data.")
-        self.data = ClientData(federation, prepared.data_collator, self.task, self.config)
+        self.data = ClientData(federation, prepared.data_collator, self.loss_spec, self.config)
 
     @property
     def autocast(self) -> Any:

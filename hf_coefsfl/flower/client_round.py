@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..federation.schedule import local_optimizer, make_setting
+from ..federation.schedule import local_optimizer, make_context
 from ..methods import Method
 from ..protocol.client_side import ClientSide
 from ..protocol.messages import Feedback, Message, Parameters, SmashedData
@@ -57,9 +57,9 @@ class ClientRound:
         )
         batches = node.data.batches(self.round_index, node.client)
         self.noise_seed = self._noise_seed()
-        setting = make_setting(node.config, self.round_index, node.client, self.store, node.autocast, self.noise_seed)
+        context = make_context(node.config, self.round_index, node.client, self.store, node.autocast, self.noise_seed)
         optimizer = local_optimizer(node.config, node.parameters, learning_rate)
-        self.side = ClientSide(node.half, batches, optimizer, setting, node.task)
+        self.side = ClientSide(node.half, batches, optimizer, context, node.loss_spec)
         self.uploaded: list[int] | None = None  # batches of the last upload; None: all
 
     def _noise_seed(self) -> int:
@@ -134,7 +134,7 @@ class ClientRound:
             def kept(place: int, message: Message) -> Tensor | None:
                 return uploaded.kept(places[walked[place]])
 
-            messages = read_exchange(payload, Message, self.store, kept, self.side.setting.device)
+            messages = read_exchange(payload, Message, self.store, kept, self.side.context.device)
             self._check_feedback(messages, uploaded, [places[b] for b in walked])
         if batches is not None:  # the pass whose graph the update needs was another process's
             observed = {name: list(values) for name, values in self.side.observed.values.items()}
@@ -193,7 +193,7 @@ class ClientRound:
         found: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
         for name, t in load_file(self.folder / _TENSORS).items():
             kind, _, rest = name.partition(".")
-            found[kind][rest] = t.to(self.side.setting.device)
+            found[kind][rest] = t.to(self.side.context.device)
         copy_checked(self.node.parameters, found["weights"])
         copy_checked(self.method.federated(), found["federated"])
         self.side.kept = {name: t.cpu() for name, t in found["kept"].items()}
@@ -214,6 +214,6 @@ class ClientRound:
         """Return what this client has uploaded."""
 
         def kept(place: int, message: SmashedData) -> Tensor | None:
-            return kept_positions(message, self.node.task)
+            return kept_positions(message, self.node.loss_spec)
 
-        return read_exchange(self.folder / name, SmashedData, self.store, kept, self.side.setting.device)
+        return read_exchange(self.folder / name, SmashedData, self.store, kept, self.side.context.device)

@@ -24,7 +24,7 @@ from ..federation.sampling import sample_clients
 from ..federation.schedule import set_mode
 from ..federation.server import ServerRounds
 from ..protocol.link import synchronize
-from ..protocol.loss import Task
+from ..protocol.loss import LossSpec
 from ..protocol.messages import Parameters
 from ..protocol.packing import Store
 from ..protocol.seeds import derive_seed, preserved_random_state
@@ -58,7 +58,7 @@ class Deployment(ServerRounds):
 
     Args:
         split: the model.
-        task: what it is trained for.
+        loss_spec: what it is trained for.
         roster: the clients.
         courier: who reaches them.
         args: the configuration.
@@ -73,7 +73,7 @@ class Deployment(ServerRounds):
     def __init__(
         self,
         split: SplitModel,
-        task: Task,
+        loss_spec: LossSpec,
         roster: Roster,
         courier: Courier,
         args: SplitFedConfig,
@@ -82,7 +82,7 @@ class Deployment(ServerRounds):
         labels: Mapping[str, Tensor],
         max_tokens: int | None = None,
     ):
-        super().__init__(split, task, roster, args, accelerator)
+        super().__init__(split, loss_spec, roster, args, accelerator)
         self.roster, self.courier, self.options = roster, courier, options
         assert isinstance(options.chunk_size, int) and isinstance(options.max_payload, int)
         self.chunk_size, self.max_payload = options.chunk_size, options.max_payload
@@ -91,7 +91,7 @@ class Deployment(ServerRounds):
         tokens = math.prod(self.example.activations.shape[1:-1])
         dtype = self.example.activations.dtype
         self.check = UploadCheck(
-            task,
+            loss_spec,
             split.client.cut,
             self.example,
             labels,
@@ -193,7 +193,7 @@ class Deployment(ServerRounds):
         try:
             with shared.turn.taken(client, shared.start):
                 link = self._link(shared, client, deadline)
-                side = self.server_side(link.setting, shared.learning_rate)
+                side = self.server_side(link.context, shared.learning_rate)
                 self.methods.of_round(shared.index).round(link, side)
                 link.finish()
                 side.finish()
@@ -209,7 +209,7 @@ class Deployment(ServerRounds):
             return ClientReport.of_absent(f"{type(error).__name__}: {one_line(error)}", member.num_samples), None
 
     def _link(self, shared: _Round, client: int, deadline: Deadline) -> FlowerLink:
-        member, setting = self.roster.members[client], self.setting(shared.index, client)
+        member, context = self.roster.members[client], self.round_context(shared.index, client)
         leading, trailing = self.ignored_padding
         header = {
             "client": client,
@@ -217,14 +217,14 @@ class Deployment(ServerRounds):
             "learning_rate": float(shared.learning_rate),
             "leading": leading,
             "trailing": trailing,
-            "memory_limit": setting.store.memory_limit or 0,
+            "memory_limit": context.store.memory_limit or 0,
         }
         title = None if self.args.disable_tqdm else f"client {member.name}"
         channel = Channel(
             self.courier, member.node, deadline, header, self.folder, self.chunk_size, self.max_payload, title
         )
         method = self.methods.of_round(shared.index)
-        return FlowerLink(method, channel, setting, self.check, shared.turn, shared.weights, member.num_samples)
+        return FlowerLink(method, channel, context, self.check, shared.turn, shared.weights, member.num_samples)
 
 
 def _snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

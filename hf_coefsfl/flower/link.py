@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..federation.averaging import flatten, unflatten_
 from ..methods import Method
-from ..protocol.context import Observations, Setting
+from ..protocol.context import Observations, RoundContext
 from ..protocol.messages import Message, Parameters, SmashedData
 from ..protocol.meter import Meter
 from ..protocol.packing import Exchange
@@ -80,7 +80,7 @@ class FlowerLink:
     Args:
         method: of the round.
         channel: to the client.
-        setting: of the round.
+        context: of the round.
         check: what an upload must be.
         turn: given up while waiting.
         weights: what the client begins with.
@@ -91,15 +91,15 @@ class FlowerLink:
         self,
         method: Method,
         channel: Channel,
-        setting: Setting,
+        context: RoundContext,
         check: UploadCheck,
         turn: Turn,
         weights: Parameters,
         num_samples: int,
     ):
-        self.method, self.channel, self.setting, self.check, self.turn = method, channel, setting, check, turn
+        self.method, self.channel, self.context, self.check, self.turn = method, channel, context, check, turn
         self.weights, self.num_samples = weights, num_samples
-        self.local_epochs = setting.local_epochs
+        self.local_epochs = context.local_epochs
         self.meter = Meter()
         self.client_seconds = 0.0
         self.observed = Observations()
@@ -131,16 +131,16 @@ class FlowerLink:
         return sent
 
     def _fetch(self, asked: list[int] | None) -> Exchange[SmashedData]:
-        with self.turn.given_up(self.setting.client):
+        with self.turn.given_up(self.context.client):
             path = self._step([{"do": "upload", "batches": asked}])
             if path is None:
                 raise TransferError("smashed data was asked for, none came")
             sent: Exchange[SmashedData] = read_exchange(
                 path,
                 SmashedData,
-                self.setting.store,
-                lambda _, message: kept_positions(self.check.sound(message), self.check.task),
-                self.setting.device,
+                self.context.store,
+                lambda _, message: kept_positions(self.check.sound(message), self.check.loss_spec),
+                self.context.device,
                 most=self.num_samples,
             )
             path.unlink()  # an open file stays
@@ -154,7 +154,7 @@ class FlowerLink:
 
     def _pack(self, messages: Iterable[Message], batches: Sequence[int] | None) -> Exchange[Message]:
         places = range(self.num_batches) if batches is None else batches
-        packed: Exchange[Message] = Exchange(self.setting.store, lasting=batches is None)
+        packed: Exchange[Message] = Exchange(self.context.store, lasting=batches is None)
         return packed.extend(messages, (self._positions.get(batch) for batch in places))
 
     def update(self, messages: Sequence[Message] | None = None, batches: Sequence[int] | None = None) -> None:
@@ -173,7 +173,7 @@ class FlowerLink:
 
     def finish(self) -> None:
         """Wait for the trained weights of the client, which `trained` then holds."""
-        with self.turn.given_up(self.setting.client):
+        with self.turn.given_up(self.context.client):
             if self._finishing is None:
                 self._finish()
             else:

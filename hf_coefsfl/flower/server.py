@@ -48,8 +48,16 @@ class DeployedTrainer(SplitFedTrainer):
                 "lower the other."
             )
         self.clients = roster
-        self.simulation = Deployment(
-            self.split, self.task, roster, courier, self.args, options, self.accelerator, self._labels(), max_tokens
+        self.rounds = Deployment(
+            self.split,
+            self.loss_spec,
+            roster,
+            courier,
+            self.args,
+            options,
+            self.accelerator,
+            self._labels(),
+            max_tokens,
         )
 
     def _labels(self) -> dict[str, Tensor]:

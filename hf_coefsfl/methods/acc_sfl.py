@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..protocol.client_side import ClientSide
 from ..protocol.link import ClientLink
-from ..protocol.loss import Task
+from ..protocol.loss import LossSpec
 from ..protocol.messages import Message
 from ..protocol.server_side import ServerSide
-from .base import Kept, Method, at_least
-from .parts.auxiliary import HEADS, AuxiliaryHead, check_head_task
+from .base import ClientState, Method, at_least
+from .parts.auxiliary import HEADS, AuxiliaryHead, check_head_loss
 
 if TYPE_CHECKING:
     from ..split import SplitModel
@@ -45,13 +45,15 @@ class AccSFL(Method):
         at_least("rank", self.rank, 1)
         at_least("hidden_layers", self.hidden_layers, 1)
 
-    def check_task(self, task: Task) -> None:
+    def check_loss(self, loss_spec: LossSpec) -> None:
         """Refuse a loss that the head cannot compute."""
-        check_head_task(task)
+        check_head_loss(loss_spec)
 
-    def setup(self, split: SplitModel, task: Task, seed: int, first_round: int = 0) -> None:
+    def setup(self, split: SplitModel, loss_spec: LossSpec, seed: int, first_round: int = 0) -> None:
         """Build the head that all clients start from."""
-        self.network = AuxiliaryHead.of(split, task, self.head, seed, rank=self.rank, hidden_layers=self.hidden_layers)
+        self.network = AuxiliaryHead.of(
+            split, loss_spec, self.head, seed, rank=self.rank, hidden_layers=self.hidden_layers
+        )
 
     def federated(self) -> dict[str, Tensor]:
         """Return the trained weights of the head; a frozen one is drawn from the seed on both sides."""
@@ -76,17 +78,17 @@ class AccSFL(Method):
         network = copy.deepcopy(self.network)
         options = {name: value for name, value in client.optimizer.param_groups[0].items() if name != "params"}
         client.optimizer.add_param_group({"params": list(network.parameters()), **options})
-        for _ in range(client.setting.local_epochs):
+        for _ in range(client.context.local_epochs):
             for batch in range(len(client.batches)):
                 client.smash(batch)
-                with client.setting.autocast():
+                with client.context.autocast():
                     loss = network(client.live)
                 client.observed.add("client_loss", loss)
                 client.minimize(loss)
         client.kept |= {f"auxiliary.{name}": p.detach().cpu() for name, p in network.named_parameters()}
 
     @torch.no_grad()
-    def merge(self, kept: Sequence[Kept]) -> None:
+    def merge(self, kept: Sequence[ClientState]) -> None:
         """Average the heads, weighted by the clients' samples."""
         total = sum(k.num_samples for k in kept)
         for name, p in self.federated().items():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..protocol.client_side import ClientSide
 from ..protocol.link import ClientLink
-from ..protocol.loss import Task
+from ..protocol.loss import LossSpec
 from ..protocol.messages import Feedback, Message, SmashedData
 from ..protocol.packing import Exchange
 from ..protocol.server_side import ServerSide
@@ -24,7 +24,7 @@ METHODS: dict[str, type[Method]] = {}
 
 
 @dataclass(frozen=True)
-class Kept:
+class ClientState:
     """What a method kept of one client's round, on both sides."""
 
     client: int
@@ -50,14 +50,14 @@ class Method:
         if "name" in cls.__dict__:
             METHODS[cls.name] = cls
 
-    def check_task(self, task: Task) -> None:
+    def check_loss(self, loss_spec: LossSpec) -> None:
         """Raise ValueError if the method cannot train for this task. Called before training starts."""
 
     def exchanges_each_batch(self) -> bool:
         """Return whether every batch crosses the cut on its own, which a network makes slow."""
         return bool(getattr(self, "per_batch", False))
 
-    def setup(self, split: SplitModel, task: Task, seed: int, first_round: int = 0) -> None:
+    def setup(self, split: SplitModel, loss_spec: LossSpec, seed: int, first_round: int = 0) -> None:
         """Build what lives beside the model (auxiliary networks, statistics). Called once, before training.
 
         `first_round` is the round in which the method takes over from the warm-up.
@@ -74,7 +74,7 @@ class Method:
         """Return the weights that go to each client and back with its adapter, beside it."""
         return {}
 
-    def merge(self, kept: Sequence[Kept]) -> None:
+    def merge(self, kept: Sequence[ClientState]) -> None:
         """Take up what the clients' rounds kept, in client order. Called at the end of each of the method's rounds."""
 
     def round(self, client: ClientLink, server: ServerSide) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..protocol.loss import OutputBlock, Task
+from ..protocol.loss import LossSpec, OutputBlock
 from ..protocol.messages import Feedback, SmashedData
 from ..protocol.server_side import ServerSide, on_graph
 from .reuse import GradientReuse
@@ -46,18 +46,18 @@ class CoeFJ(GradientReuse):
                 "softmax cross-entropy, None chooses per sample, 0 turns CoeF-J into gradient reuse."
             )
 
-    def check_task(self, task: Task) -> None:
+    def check_loss(self, loss_spec: LossSpec) -> None:
         """Refuse a loss whose curvature cannot be bounded."""
-        task.check_curvature()
+        loss_spec.check_curvature()
 
     def feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
         """Return g₀, the projections u (b, blocks, R, *s) and the start curvature m (b, blocks)."""
         leaf = on_graph(smashed)
         output = server.forward(leaf, batch)
         server.observed.add("feedback_loss", output.loss)
-        generator = server.setting.generator("method", batch)
+        generator = server.context.generator("method", batch)
         projections, curvatures = [], []
-        for block in server.task.output_blocks(smashed.labels, smashed.activations.shape[1]):
+        for block in server.loss_spec.output_blocks(smashed.labels, smashed.activations.shape[1]):
             logits = output[block.name]
             rows = [
                 torch.autograd.grad(logits, leaf.activations, v, retain_graph=True)[0]

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..protocol.client_side import ClientSide
 from ..protocol.link import ClientLink
-from ..protocol.loss import Task
+from ..protocol.loss import LossSpec
 from ..protocol.messages import Message, Parameters, SmashedData
 from ..protocol.modes import evaluating
 from ..protocol.server_side import ServerSide
-from .base import Kept, Method, at_least, expect
+from .base import ClientState, Method, at_least, expect
 from .parts.auxiliary import AuxiliaryNetwork, example_smashed
 from .parts.math_attention import differentiable_attention
 
@@ -78,7 +78,7 @@ class FSLSAGE(Method):
         if self.init not in INITS:
             raise ValueError(f"init={self.init!r} is no way to start. Choose one of: {', '.join(INITS)}.")
 
-    def setup(self, split: SplitModel, task: Task, seed: int, first_round: int = 0) -> None:
+    def setup(self, split: SplitModel, loss_spec: LossSpec, seed: int, first_round: int = 0) -> None:
         """Build the network that all clients start from."""
         select(example_smashed(split), torch.tensor([0]))  # refuses what the buffer could not hold
         self.first_round = first_round
@@ -106,7 +106,7 @@ class FSLSAGE(Method):
         self.initial = {name: state[f"auxiliary.{name}"].cpu() for name in self.initial}
         self.clients = {client: decode(tensors) for client, tensors in sorted(clients.items())}
 
-    def merge(self, kept: Sequence[Kept]) -> None:
+    def merge(self, kept: Sequence[ClientState]) -> None:
         """Put each client's new state in the place of the old one."""
         for k in kept:
             self.clients[k.client] = decode(k.tensors)
@@ -114,10 +114,10 @@ class FSLSAGE(Method):
     def round(self, client: ClientLink, server: ServerSide) -> None:
         """Let the server train on the upload, and align where it is time."""
         smashed = client.upload()
-        state = self.clients.get(server.setting.client, Alignment())
+        state = self.clients.get(server.context.client, Alignment())
         state = replace(state, buffer=push(state.buffer, smashed[:: self.buffer_every], self.buffer_size))
         server.local_updates(smashed)
-        if (server.setting.round_index - self.first_round) % self.align_every == 0:
+        if (server.context.round_index - self.first_round) % self.align_every == 0:
             state = self.align(server, state)
             server.kept |= encode(state)
             client.update([Parameters(auxiliary=state.auxiliary)])
@@ -131,26 +131,26 @@ class FSLSAGE(Method):
             (received,) = expect(Parameters, messages)
             weights = received.auxiliary
         else:
-            weights = self.clients.get(client.setting.client, Alignment()).auxiliary
+            weights = self.clients.get(client.context.client, Alignment()).auxiliary
         self.network.load(weights or self.initial)
-        for _ in range(client.setting.local_epochs):
+        for _ in range(client.context.local_epochs):
             for batch in range(len(client.batches)):
                 smashed = client.smash(batch)
-                with client.setting.autocast():
+                with client.context.autocast():
                     loss, gradient = self.network.gradient(smashed)
                 client.observed.add("client_loss", loss)
                 client.descend(gradient)
 
     def align(self, server: ServerSide, state: Alignment) -> Alignment:
         """Train one client's auxiliary network towards the true gradients of its buffer."""
-        setting = server.setting
-        generator = torch.Generator().manual_seed(setting.derive_seed("method", 0))
+        context = server.context
+        generator = torch.Generator().manual_seed(context.derive_seed("method", 0))
         # The batches stay the same over the epochs, their order does not: a true gradient belongs to the mean
         # loss of its batch, so each is computed just once.
         with evaluating(server.half):
             pairs = [
                 (batch, server.gradient(batch, 0, observe=False))
-                for batch in (b.to(setting.device) for b in batched(state.buffer, self.align_batch_size, generator))
+                for batch in (b.to(context.device) for b in batched(state.buffer, self.align_batch_size, generator))
             ]
         pairs = [pair for pair in pairs if pair[1].isfinite().all()]  # a batch without any label has no mean loss
         self.network.load(state.auxiliary or self.initial)
@@ -164,7 +164,7 @@ class FSLSAGE(Method):
                 steps += 1
                 rise = min(1.0, steps / self.align_warmup_steps) if self.align_warmup_steps else 1.0
                 optimizer.param_groups[0]["lr"] = self.align_learning_rate * rise
-                with setting.autocast():
+                with context.autocast():
                     loss = self.mismatch(*pairs[index])
                 for p, g in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
                     p.grad = g

@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 
 from ..protocol.client_side import ClientSide
 from ..protocol.link import ClientLink
-from ..protocol.loss import ONE_LABEL_A_SAMPLE, Task
+from ..protocol.loss import ONE_LABEL_A_SAMPLE, LossSpec
 from ..protocol.messages import Feedback, Message, SmashedData
 from ..protocol.padding import position_mask
 from ..protocol.server_side import ServerSide, on_graph
-from .base import Kept, Method, at_least
+from .base import ClientState, Method, at_least
 from .parts.class_statistics import ClassStatistics, class_moments, from_tensors, pooled, to_tensors, update
 from .reuse import GradientReuse
 
@@ -51,22 +51,22 @@ class GAS(GradientReuse):
         at_least("samples_per_class", self.samples_per_class, 1)
         self.statistics: ClassStatistics = {}  # on the CPU; replaced at the end of a round, never changed
 
-    def check_task(self, task: Task) -> None:
+    def check_loss(self, loss_spec: LossSpec) -> None:
         """Refuse a task without one class for each sample: the statistics and the draws go by class."""
         reason = None
-        if task.loss_type not in ONE_LABEL_A_SAMPLE:
-            reason = f"a {task.loss_type} loss has none"
-        elif task.problem_type is not None and not task.problem_type.startswith("single_label"):
-            reason = f"problem_type={task.problem_type!r} has none"
-        elif task.num_labels < 2:
-            reason = f"num_labels={task.num_labels} makes this a regression"
+        if loss_spec.loss_type not in ONE_LABEL_A_SAMPLE:
+            reason = f"a {loss_spec.loss_type} loss has none"
+        elif loss_spec.problem_type is not None and not loss_spec.problem_type.startswith("single_label"):
+            reason = f"problem_type={loss_spec.problem_type!r} has none"
+        elif loss_spec.num_labels < 2:
+            reason = f"num_labels={loss_spec.num_labels} makes this a regression"
         if reason is not None:
             raise ValueError(
                 f"GAS generates activations of a class and needs one class label for each sample; {reason}. Use it for "
                 "single-label classification of sequences, images, videos or audio, or choose another method."
             )
 
-    def setup(self, split: SplitModel, task: Task, seed: int, first_round: int = 0) -> None:
+    def setup(self, split: SplitModel, loss_spec: LossSpec, seed: int, first_round: int = 0) -> None:
         """Start without statistics."""
         self.statistics = {}
 
@@ -78,7 +78,7 @@ class GAS(GradientReuse):
         """Take the running statistics back."""
         self.statistics = from_tensors(state)
 
-    def merge(self, kept: Sequence[Kept]) -> None:
+    def merge(self, kept: Sequence[ClientState]) -> None:
         """Take up the uploads of the round's clients, one after the other."""
         for contribution in kept:
             self.statistics = update(self.statistics, from_tensors(contribution.tensors))
@@ -89,14 +89,14 @@ class GAS(GradientReuse):
             self._exchange_each_batch(client, server)
             return
         smashed = client.upload()
-        counts = label_counts(smashed, server.task.num_labels)
+        counts = label_counts(smashed, server.loss_spec.num_labels)
         client.update(
             client.stage(Feedback(adjusted_gradient(server, data, batch, counts)) for batch, data in enumerate(smashed))
         )
         ours = weighted(pooled(observe(data) for data in smashed), server)
         statistics = update(self._initial(server), ours)
         missing: list[list[int]] = [[] for _ in range(client.num_batches)]
-        if can_generate(statistics, smashed, server.task.num_labels):
+        if can_generate(statistics, smashed, server.loss_spec.num_labels):
             missing = spread(missing_labels(counts.tolist(), self.samples_per_class), len(smashed))
         for _ in range(client.local_epochs):
             for batch, data in enumerate(smashed):
@@ -105,7 +105,7 @@ class GAS(GradientReuse):
         server.kept = to_tensors(ours)
 
     def _exchange_each_batch(self, client: ClientLink, server: ServerSide) -> None:
-        seen = torch.zeros(server.task.num_labels, device=server.setting.device)
+        seen = torch.zeros(server.loss_spec.num_labels, device=server.context.device)
         observed: ClassStatistics = {}
         initial = self._initial(server)
         for _ in range(client.local_epochs):
@@ -125,7 +125,7 @@ class GAS(GradientReuse):
 
     def _initial(self, server: ServerSide) -> ClassStatistics:
         """Return the statistics of the round's start where the activations are."""
-        return {label: moments.to(server.setting.device) for label, moments in self.statistics.items()}
+        return {label: moments.to(server.context.device) for label, moments in self.statistics.items()}
 
     def update(self, client: ClientSide, messages: Sequence[Message] | None, batches: Sequence[int] | None) -> None:
         """Walk the exchanged batches with g₀, or descend along the batch last uploaded. Runs on the client."""
@@ -197,7 +197,7 @@ def observe(smashed: SmashedData) -> ClassStatistics:
 
 def weighted(upload: ClassStatistics, server: ServerSide) -> ClassStatistics:
     """Return the moments of an upload, weighing as much as its round's number times its samples."""
-    number = server.setting.round_index + 1  # from 1: the uploads of a round 0 would weigh nothing
+    number = server.context.round_index + 1  # from 1: the uploads of a round 0 would weigh nothing
     return {label: moments.scaled(number) for label, moments in upload.items()}
 
 
@@ -225,7 +225,7 @@ def enlarge(
         return smashed
     s = smashed.activations
     size, length, number = len(s), s.shape[1], len(labels)
-    generator = server.setting.generator("method", batch)
+    generator = server.context.generator("method", batch)
     drawn = [statistics[label].draw(1, length, generator) for label in labels]
     mask = torch.cat([seen for _, seen in drawn])
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..protocol.loss import OutputBlock, Task
+from ..protocol.loss import LossSpec, OutputBlock
 from ..protocol.messages import Feedback, SmashedData
 from ..protocol.server_side import ServerSide, on_graph
 from .base import at_least
@@ -33,9 +33,9 @@ class GGN(GradientReuse):
         at_least("rank", self.rank, 1)
         at_least("num_iterations", self.num_iterations, self.rank)
 
-    def check_task(self, task: Task) -> None:
+    def check_loss(self, loss_spec: LossSpec) -> None:
         """Refuse a loss whose Hessian w.r.t. the output is not known."""
-        task.check_curvature()
+        loss_spec.check_curvature()
 
     def feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
         """Return g₀ and √Θ U (b, rank, *s)."""
@@ -48,7 +48,7 @@ class GGN(GradientReuse):
         output = server.forward(leaf, batch)
         server.observed.add("feedback_loss", output.loss)
         (gradient,) = torch.autograd.grad(output.loss, s, retain_graph=True)
-        blocks = server.task.output_blocks(smashed.labels, s.shape[1])
+        blocks = server.loss_spec.output_blocks(smashed.labels, s.shape[1])
         logits = [output[block.name] for block in blocks]
         # Jᵀx is linear in x: differentiating it once more gives Jv without forward-mode derivatives.
         seeds = [torch.zeros_like(o, requires_grad=True) for o in logits]

@@ -36,7 +36,7 @@ class Hutchinson(GradientReuse):
         """Return g₀ and the estimated diagonal (b, *s)."""
         gradient = server.gradient(smashed, batch)
         s = smashed.activations
-        generator = server.setting.generator("method", batch)
+        generator = server.context.generator("method", batch)
         diagonal = torch.zeros_like(s)
         for _ in range(self.num_probes):
             z = torch.randint(2, s.shape, generator=generator, device=s.device).to(s.dtype).mul_(2).sub_(1)

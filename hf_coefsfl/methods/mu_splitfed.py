@@ -113,7 +113,7 @@ class MUSplitFed(Method):
         self, server: ServerSide, probes: Probes, ends: tuple[Tensor, Tensor], batch: int, draw: int
     ) -> tuple[Tensor, Tensor]:
         """Step along one v by a difference of losses, given the activations at its ends; return d and the mean loss."""
-        direction = Direction(_weights(server), server.setting.generator("method", draw))
+        direction = Direction(_weights(server), server.context.generator("method", draw))
 
         def loss(activations: Tensor) -> Tensor:
             value: Tensor = server.forward(replace(probes, activations=activations), batch).loss
@@ -121,7 +121,7 @@ class MUSplitFed(Method):
 
         ahead, behind = (partial(loss, activations) for activations in ends)
         slope, mean = two_point(direction, self.perturbation_scale, ahead, behind)
-        direction.descend(slope, self._rate(server), server.setting.max_grad_norm)
+        direction.descend(slope, self._rate(server), server.context.max_grad_norm)
         return slope, mean
 
     @torch.no_grad()
@@ -148,7 +148,7 @@ class MUSplitFed(Method):
         for epoch in range(len(feedback[0].slopes)):
             for walked, message in zip(drawn, feedback, strict=True):
                 _direction(client, walked).descend(
-                    message.slopes[epoch], self._rate(client), client.setting.max_grad_norm
+                    message.slopes[epoch], self._rate(client), client.context.max_grad_norm
                 )
 
     def _rate(self, side: ClientSide | ServerSide) -> float:
@@ -159,7 +159,7 @@ class MUSplitFed(Method):
 
 def _direction(client: ClientSide, walked: int) -> Direction:
     """Return the client's u for one batch; `walked` counts the batches over all epochs of the round."""
-    return Direction(_weights(client), client.setting.generator("method", walked))
+    return Direction(_weights(client), client.context.generator("method", walked))
 
 
 def _weights(side: ClientSide | ServerSide) -> list[Tensor]:

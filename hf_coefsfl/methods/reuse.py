@@ -42,7 +42,7 @@ class GradientReuse(Method):
     def update(self, client: ClientSide, messages: Sequence[Message] | None, batches: Sequence[int] | None) -> None:
         """Walk the exchanged batches with the compensated gradient. Runs on the client."""
         feedback = expect(Feedback, messages)
-        for _ in range(client.setting.local_epochs):
+        for _ in range(client.context.local_epochs):
             for batch, message in enumerate(feedback):
                 client.smash(batch)
                 displacement = client.displacement(batch)

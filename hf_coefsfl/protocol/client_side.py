@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .context import Setting, Side
+from .context import RoundContext, Side
 from .injection import inject
-from .loss import OutputBlock, Task
+from .loss import LossSpec, OutputBlock
 from .messages import SmashedData
 from .packing import Exchange
 from .padding import kept_positions, without_padding
@@ -25,13 +25,13 @@ class ClientSide(Side):
         half: nn.Module,
         batches: Sequence[dict[str, Tensor]],
         optimizer: torch.optim.Optimizer,
-        setting: Setting,
-        task: Task,
+        context: RoundContext,
+        loss_spec: LossSpec,
     ):
-        super().__init__(half, optimizer, setting)
+        super().__init__(half, optimizer, context)
         self.batches = batches
-        self.task = task
-        self.initial: Exchange[SmashedData] = Exchange(setting.store)  # s₀ of each batch, once exchanged
+        self.loss_spec = loss_spec
+        self.initial: Exchange[SmashedData] = Exchange(context.store)  # s₀ of each batch, once exchanged
         self._current: SmashedData | None = None
         self._first: tuple[SmashedData, list[int]] | None = None  # batch 0 on its graph, at the weights of that version
 
@@ -40,20 +40,20 @@ class ClientSide(Side):
 
         Batch 0 keeps its graph: at the first local update the weights, and so the pass, are still the same.
         """
-        self.initial = Exchange(self.setting.store)
+        self.initial = Exchange(self.context.store)
         for batch in range(len(self.batches)):
             with torch.set_grad_enabled(batch == 0):
                 smashed = self._smash(batch)
             if batch == 0:
                 self._first = smashed, self._versions()
-            self.initial.append(smashed.detach(), kept_positions(smashed, self.task))
+            self.initial.append(smashed.detach(), kept_positions(smashed, self.loss_spec))
         return self.initial
 
     def pack(self, messages: Iterable[SmashedData], lasting: bool = True) -> Exchange[SmashedData]:
         """Return smashed data in the form in which it is sent."""
-        packed: Exchange[SmashedData] = Exchange(self.setting.store, lasting)
+        packed: Exchange[SmashedData] = Exchange(self.context.store, lasting)
         for message in messages:
-            packed.append(message, kept_positions(message, self.task))
+            packed.append(message, kept_positions(message, self.loss_spec))
         return packed
 
     def smash(self, batch: int) -> SmashedData:
@@ -88,21 +88,21 @@ class ClientSide(Side):
 
     def output_blocks(self, batch: int) -> list[OutputBlock]:
         """Return the outputs of the loss that this batch's labels speak of; none where the loss is not known."""
-        if not self.task.has_known_curvature:
+        if not self.loss_spec.has_known_curvature:
             return []
         smashed = self.initial[batch]
-        return self.task.output_blocks(smashed.labels, smashed.activations.shape[1])
+        return self.loss_spec.output_blocks(smashed.labels, smashed.activations.shape[1])
 
     def _versions(self) -> list[int]:
         """Count how often each trained weight of the half has been written to; a method may train more than those."""
         return [parameter._version for parameter in self.half.parameters() if parameter.requires_grad]
 
     def _smash(self, batch: int) -> SmashedData:
-        inputs, labels = self.task.separate(_on_device(self.batches[batch], self.setting.device))
-        self.setting.synchronize_masks(self.half, "client_forward", batch)
-        with self.setting.autocast():
+        inputs, labels = self.loss_spec.separate(_on_device(self.batches[batch], self.context.device))
+        self.context.synchronize_masks(self.half, "client_forward", batch)
+        with self.context.autocast():
             smashed: SmashedData = self.half(**inputs)
-        noisy = self.setting.with_noise(smashed.activations, batch)
+        noisy = self.context.with_noise(smashed.activations, batch)
         self.observed.add("activations", noisy.sum())  # NaN and infinity survive a sum
         return replace(smashed, activations=noisy, labels={**smashed.labels, **labels})
 

@@ -15,7 +15,7 @@ from .seeds import derive_seed, set_random_state
 
 
 @dataclass(frozen=True)
-class Setting:
+class RoundContext:
     """What both sides of one client's round share: where it stands and how passes are run."""
 
     seed: int
@@ -78,10 +78,10 @@ class Observations:
 class Side:
     """One side of the cut: the trainable weights of a half with their optimizer."""
 
-    def __init__(self, half: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting):
+    def __init__(self, half: nn.Module, optimizer: torch.optim.Optimizer, context: RoundContext):
         self.half = half
         self.optimizer = optimizer
-        self.setting = setting
+        self.context = context
         self.observed = Observations()
         self.kept: dict[str, Tensor] = {}  # what the method keeps of this round, for its `merge`
 
@@ -94,8 +94,8 @@ class Side:
         """Backpropagate `carrier` and take one optimizer step."""
         self.optimizer.zero_grad(set_to_none=True)
         carrier.backward()
-        if self.setting.max_grad_norm > 0:
-            nn.utils.clip_grad_norm_(_parameters(self.optimizer), self.setting.max_grad_norm)
+        if self.context.max_grad_norm > 0:
+            nn.utils.clip_grad_norm_(_parameters(self.optimizer), self.context.max_grad_norm)
         self.optimizer.step()
 
 

@@ -68,7 +68,7 @@ class LocalLink:
     def __init__(self, method: ClientHandlers, client: ClientSide):
         self.method, self.client = method, client
         self.num_batches = len(client.batches)
-        self.local_epochs = client.setting.local_epochs
+        self.local_epochs = client.context.local_epochs
         self.meter = Meter()
         self.client_seconds = 0.0
         self.observed: Observations = client.observed
@@ -90,7 +90,7 @@ class LocalLink:
 
     def _pack(self, messages: Iterable[Message], batches: Sequence[int] | None) -> Exchange[Message]:
         places = range(self.num_batches) if batches is None else batches
-        packed: Exchange[Message] = Exchange(self.client.setting.store, lasting=batches is None)
+        packed: Exchange[Message] = Exchange(self.client.context.store, lasting=batches is None)
         return packed.extend(messages, (self._kept.get(batch) for batch in places))
 
     def update(self, messages: Sequence[Message] | None = None, batches: Sequence[int] | None = None) -> None:
@@ -109,10 +109,10 @@ class LocalLink:
 
     @contextmanager
     def _clock(self) -> Iterator[None]:
-        synchronize(self.client.setting.device)
+        synchronize(self.client.context.device)
         start = time.perf_counter()
         yield
-        synchronize(self.client.setting.device)
+        synchronize(self.client.context.device)
         self.client_seconds += time.perf_counter() - start
 
 

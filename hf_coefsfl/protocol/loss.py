@@ -82,7 +82,7 @@ class OutputBlock:
 
 
 @dataclass(frozen=True)
-class Task:
+class LossSpec:
     """What a model is trained for, as far as the shape of its loss goes."""
 
     loss_type: str
@@ -92,7 +92,7 @@ class Task:
     problem_type: str | None = None
 
     @classmethod
-    def of(cls, model: Any, label_names: list[str]) -> Task:
+    def of(cls, model: Any, label_names: list[str]) -> LossSpec:
         """Read the task off a transformers model (not wrapped by PEFT)."""
         config = model.config
         loss_type = getattr(model, "loss_type", None)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from .loss import SPANS, Task
+from .loss import SPANS, LossSpec
 from .messages import SmashedData
 from .modes import evaluating
 
@@ -21,7 +21,7 @@ def position_mask(smashed: SmashedData) -> Tensor | None:
     return mask.bool() if mask is not None and mask.shape == smashed.activations.shape[:2] else None
 
 
-def kept_positions(smashed: SmashedData, task: Task) -> Tensor | None:
+def kept_positions(smashed: SmashedData, loss_spec: LossSpec) -> Tensor | None:
     """Return which positions the loss depends on (b, T); None stands for all.
 
     These are the unpadded ones and, of a loss over tokens, those with a label: a model that is
@@ -29,12 +29,12 @@ def kept_positions(smashed: SmashedData, task: Task) -> Tensor | None:
     places of an answer has an entry for the padding too, and what an unknown loss reads is not known.
     """
     mask = position_mask(smashed)
-    if mask is None or task.loss_type == SPANS or not task.has_known_curvature:
+    if mask is None or loss_spec.loss_type == SPANS or not loss_spec.has_known_curvature:
         return None
     padding = smashed.context.get("padding")
     if padding is not None and padding.shape == mask.shape:  # a classifier may pool by the ids, whatever the mask says
         mask = mask | ~padding
-    for block in task.output_blocks(smashed.labels) if smashed.labels else ():
+    for block in loss_spec.output_blocks(smashed.labels) if smashed.labels else ():
         if block.mask.shape == mask.shape:
             mask = mask | block.mask
     return None if bool(mask.all()) else mask

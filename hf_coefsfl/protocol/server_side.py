@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .context import Setting, Side
-from .loss import Task
+from .context import RoundContext, Side
+from .loss import LossSpec
 from .messages import SmashedData
 
 
 class ServerSide(Side):
     """θˢ of one client (SplitFed V1 keeps one per sampled client). Lives on the server."""
 
-    def __init__(self, half: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, task: Task):
-        super().__init__(half, optimizer, setting)
-        self.task = task
+    def __init__(self, half: nn.Module, optimizer: torch.optim.Optimizer, context: RoundContext, loss_spec: LossSpec):
+        super().__init__(half, optimizer, context)
+        self.loss_spec = loss_spec
 
     def forward(self, smashed: SmashedData, batch: int) -> Any:
         """Return the model's output with its loss, on the graph of `smashed.activations`."""
-        self.setting.synchronize_masks(self.half, "server_forward", batch)
-        with self.setting.autocast():
+        self.context.synchronize_masks(self.half, "server_forward", batch)
+        with self.context.autocast():
             return self.half(smashed)
 
     def gradient(self, smashed: SmashedData, batch: int, observe: bool = True) -> Tensor:
@@ -46,7 +46,7 @@ class ServerSide(Side):
 
     def local_updates(self, smashed: Sequence[SmashedData]) -> None:
         """Walk the cached smashed data for `local_epochs` epochs, Eq. (server-local)."""
-        for _ in range(self.setting.local_epochs):
+        for _ in range(self.context.local_epochs):
             for batch, data in enumerate(smashed):
                 self.train_step(data, batch)
 

@@ -26,7 +26,7 @@ from ..federation.ledger import SUMMED, ClientReport, Ledger, summarize
 from ..federation.sampling import num_sampled
 from ..federation.server import Clients, ServerRounds
 from ..federation.simulation import Simulation
-from ..protocol.loss import Task
+from ..protocol.loss import LossSpec
 from ..split import split_model
 from ..split.lora import default_lora, save_halves, trainable_sides
 from .checkpoints import clear, fault, is_checkpoint, last_whole, seal
@@ -96,7 +96,7 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
                 "own, computed in the server half. Put it into the model's forward."
             )
         base = model.get_base_model() if isinstance(model, PeftModel) else model
-        args.make_method().check_task(Task.of(base, []))  # before the model is touched
+        args.make_method().check_loss(LossSpec.of(base, []))  # before the model is touched
         if args.staleness_probe:
             check_probe(args.make_method())
         if args.push_to_hub and args.process_index == 0:
@@ -124,12 +124,12 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         compile_blocks(self.split, args, self.accelerator)
         self._halves = nn.ModuleList([self.split.client, self.split.server])
         self.client_parameters, self.server_parameters = trainable_sides(self.split)
-        self.task = Task.of(base, self.label_names)
+        self.loss_spec = LossSpec.of(base, self.label_names)
         self.clients: Clients | None = self.federation
         self.ledger = Ledger()
         self._reports: list[dict[str, float]] = []  # of the rounds since the last log
         self._check_sides()
-        self.simulation: ServerRounds | None = self._make_simulation()
+        self.rounds: ServerRounds | None = self._make_rounds()
 
     # ---- Set-up ----
 
@@ -176,7 +176,7 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
                 "untie it (config.tie_word_embeddings=False), or train a LoRA adapter instead."
             )
 
-    def _make_simulation(self) -> Simulation | None:
+    def _make_rounds(self) -> Simulation | None:
         """Drop the columns the model does not take, as `Trainer` does, and look at a sample of each dataset."""
         if self.federation is None:
             return None
@@ -188,7 +188,7 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         # Clients that share a dataset, or its columns, share what is looked at.
         for client in self.federation.examples():
             self._check_sample(collate(self.federation.rows(client, [0])))
-        return Simulation(self.split, self.task, self.federation, collate, self.args, self.accelerator)
+        return Simulation(self.split, self.loss_spec, self.federation, collate, self.args, self.accelerator)
 
     def _check_sample(self, batch: Any) -> None:
         missing = [name for name in self.label_names if name not in batch]
@@ -221,17 +221,17 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
             if wrong is not None:
                 raise ValueError(f"The checkpoint {resume_from_checkpoint} cannot be resumed from: {wrong}.")
         self.ledger, self._reports = Ledger(), []
-        if self.simulation is not None:
-            self.simulation.staleness = []
+        if self.rounds is not None:
+            self.rounds.staleness = []
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            if self.simulation is not None:
-                self.simulation.close()
+            if self.rounds is not None:
+                self.rounds.close()
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the loader of the rounds; each item is a round's index, the same in every process."""
-        if self.simulation is None:
+        if self.rounds is None:
             raise ValueError("Training needs a train_dataset.")
         # batch_size=None would break the Trainer's skipping of finished rounds on resume.
         rounds = cast("Dataset[int]", range(self.args.num_rounds))
@@ -262,8 +262,8 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         return None  # clipping happens in the local updates
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
-        assert self.simulation is not None
-        return self.simulation.update_norm
+        assert self.rounds is not None
+        return self.rounds.update_norm
 
     # ---- One round ----
 
@@ -271,27 +271,27 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """Run one communication round: local training of the sampled clients, then federated averaging."""
-        assert self.simulation is not None and self.clients is not None
+        assert self.rounds is not None and self.clients is not None
         round_index = self.state.global_step  # not the loader's, which ignore_data_skip would start over
         progress = not self.args.disable_tqdm and self.is_local_process_zero()
-        reports = self.simulation.run_round(round_index, self._get_learning_rate(), progress)
+        reports = self.rounds.run_round(round_index, self._get_learning_rate(), progress)
         self.ledger.add(round_index, {self.clients.name(client): report for client, report in reports.items()})
         summary = summarize(reports)
-        probed = [point for point in self.simulation.staleness if point.round == round_index + 1]
+        probed = [point for point in self.rounds.staleness if point.round == round_index + 1]
         self._reports.append(summary | (summarize_probe(probed) if probed else {}) | self._counted(reports))
         if self.args.should_save:
             folder = Path(self.args.output_dir or "")
             self.ledger.save(folder / LEDGER_NAME)
             if probed:
-                save_probe(self.simulation.staleness, folder / PROBE_NAME)
-                plot_probe(self.simulation.staleness, (folder / PROBE_NAME).with_suffix(".png"))
+                save_probe(self.rounds.staleness, folder / PROBE_NAME)
+                plot_probe(self.rounds.staleness, (folder / PROBE_NAME).with_suffix(".png"))
         return torch.tensor(summary.get("server_loss", math.nan), device=self.args.device)  # NaN: Trainer's mean
 
     def _counted(self, reports: dict[int, ClientReport]) -> dict[str, float]:
         """Return the GFLOPs of each side, per sample as counted on one client, and for all samples of the round."""
-        assert self.simulation is not None
+        assert self.rounds is not None
         samples = sum(report.num_samples for report in reports.values())
-        gflops = self.simulation.gflops
+        gflops = self.rounds.gflops
         return gflops | {f"{name}_per_round": value * samples for name, value in gflops.items()}
 
     # ---- Logs and files ----
@@ -312,13 +312,13 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; the JSON beside it says the same
         self._save_arguments(folder)
         self.ledger.save(folder / LEDGER_NAME)
-        if self.simulation is not None:
-            state = self.simulation.method.state_dict()
+        if self.rounds is not None:
+            state = self.rounds.method.state_dict()
             (folder / STATE_NAME).unlink(missing_ok=True)
             if state:
                 save_file({name: t.detach().contiguous().cpu() for name, t in state.items()}, folder / STATE_NAME)
-            if self.simulation.staleness:
-                save_probe(self.simulation.staleness, folder / PROBE_NAME)
+            if self.rounds.staleness:
+                save_probe(self.rounds.staleness, folder / PROBE_NAME)
         # Trainer takes adapter folders inside a checkpoint for further adapters and would load those.
         if not is_checkpoint(folder):
             save_halves(self.split, folder)
@@ -351,14 +351,14 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         else:
             self._load_weights(resume_from_checkpoint)
         self.ledger = Ledger.load(Path(resume_from_checkpoint) / LEDGER_NAME)
-        if self.simulation is not None:
+        if self.rounds is not None:
             probe, state = (Path(resume_from_checkpoint) / name for name in (PROBE_NAME, STATE_NAME))
-            self.simulation.staleness = load_probe(probe) if probe.exists() else []
-            self.simulation.set_up_method()
+            self.rounds.staleness = load_probe(probe) if probe.exists() else []
+            self.rounds.set_up_method()
             if state.exists():
                 kept = load_file(state)  # to the CPU: safetensors does not know the device "cpu:0" of many processes
-                self.simulation.method.load_state_dict({name: t.to(self.args.device) for name, t in kept.items()})
-            elif self.simulation.method.state_dict():
+                self.rounds.method.load_state_dict({name: t.to(self.args.device) for name, t in kept.items()})
+            elif self.rounds.method.state_dict():
                 raise ValueError(
                     f"{resume_from_checkpoint} holds no {STATE_NAME}, which method={self.args.method!r} needs: it is "
                     "incomplete or of another method. Resume with the method it was made with."

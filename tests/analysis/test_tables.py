@@ -76,12 +76,12 @@ def figures(monkeypatch):
 
     drawn = []
 
-    class Kept(figure.Figure):
+    class ClientState(figure.Figure):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             drawn.append(self)
 
-    monkeypatch.setattr(figure, "Figure", Kept)
+    monkeypatch.setattr(figure, "Figure", ClientState)
     return drawn
 
 

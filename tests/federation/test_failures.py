@@ -71,8 +71,8 @@ def test_survivors_alone_make_the_average(tmp_path: Path) -> None:
     """With one survivor the new weights are that client's own."""
     alone = federation(tmp_path / "alone", {0: "raises", 1: "nan", 3: "raises"}, on_client_failure="skip", num_rounds=1)
     alone.train()
-    assert alone.simulation is not None
-    simulation, start = alone.simulation, federation(tmp_path / "start", {}).simulation
+    assert alone.rounds is not None
+    simulation, start = alone.rounds, federation(tmp_path / "start", {}).rounds
     assert start is not None
     for half in (start.split.client, start.split.server):
         set_mode(half, start.args)

@@ -61,9 +61,9 @@ def work_of_a_round(folder: Path, num_clients: int, monkeypatch: pytest.MonkeyPa
     sizes = Partition.sizes
     monkeypatch.setattr(Partition, "sizes", lambda partition: walks.append(1) or sizes(partition))
     data.read = 0
-    assert run.simulation is not None
+    assert run.rounds is not None
     with Allocations() as counted:
-        run.simulation.run_round(0, 1e-3)
+        run.rounds.run_round(0, 1e-3)
     monkeypatch.undo()
     work = {"rows": data.read, "operations": counted.operations, "bytes": counted.bytes, "walks over all": len(walks)}
     return work

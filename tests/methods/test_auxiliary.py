@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
 
 from hf_coefsfl.methods import FSLSAGE, AccSFL, make_method
-from hf_coefsfl.methods.base import Kept
+from hf_coefsfl.methods.base import ClientState
 from hf_coefsfl.methods.fsl_sage import Alignment, batched, decode, encode, push, select
 from hf_coefsfl.methods.parts.auxiliary import AuxiliaryHead, AuxiliaryNetwork, choose_pooling, pool, task_loss
 from hf_coefsfl.protocol.client_side import ClientSide
-from hf_coefsfl.protocol.context import Setting
+from hf_coefsfl.protocol.context import RoundContext
 from hf_coefsfl.protocol.link import LocalLink
-from hf_coefsfl.protocol.loss import Task
+from hf_coefsfl.protocol.loss import LossSpec
 from hf_coefsfl.protocol.messages import SmashedData
 from hf_coefsfl.protocol.server_side import ServerSide
 from hf_coefsfl.split import SplitModel, split_model
@@ -54,9 +54,9 @@ def sides(
     """Both sides of one client's round on a real model."""
     labels = [name for name in batches[0] if "label" in name or "positions" in name]
     base = split.model.get_base_model() if hasattr(split.model, "get_base_model") else split.model
-    task = Task.of(base, labels)
+    task = LossSpec.of(base, labels)
     ours, theirs = trainable_sides(split)
-    setting = Setting(seed=3, round_index=round_index, client=client)
+    setting = RoundContext(seed=3, round_index=round_index, client=client)
     return (
         ClientSide(split.client, batches, torch.optim.AdamW(list(ours.values()), lr), setting, task),
         ServerSide(split.server, torch.optim.AdamW(list(theirs.values()), lr), setting, task),
@@ -71,7 +71,7 @@ def prepared(
     client, server = sides(split, [MODELS[name].batch(seed) for seed in range(batches)])
     method = make_method("fsl_sage", QUICK | options)
     assert isinstance(method, FSLSAGE)
-    method.setup(split, client.task, seed=0)
+    method.setup(split, client.loss_spec, seed=0)
     return method, client, server
 
 
@@ -91,15 +91,15 @@ def prepared(
     ],
 )
 def test_head_sizes_are_the_papers(options: dict[str, Any], size: int) -> None:
-    task = Task("ForImageClassification", 100, ("labels",))
-    head = AuxiliaryHead(width=192, outputs=100, task=task, pooling="first", **options)
+    task = LossSpec("ForImageClassification", 100, ("labels",))
+    head = AuxiliaryHead(width=192, outputs=100, loss_spec=task, pooling="first", **options)
     assert numel(head) == size
     head(SmashedData(torch.randn(2, 3, 192), labels={"labels": torch.tensor([1, 2])})).backward()
     assert all(p.grad is not None for p in head.parameters())
 
 
 @pytest.mark.parametrize("task", [CLASSIFICATION, REGRESSION, MULTI_LABEL, TOKENS, CAUSAL, SPANS])
-def test_head_loss_is_that_of_the_task(task: Task) -> None:
+def test_head_loss_is_that_of_the_task(task: LossSpec) -> None:
     """The toy server computes each loss in plain torch."""
     torch.manual_seed(0)
     pooled = task.loss_type == "ForSequenceClassification"
@@ -144,20 +144,20 @@ def test_pooling_by_hand() -> None:
 )
 def test_pooling_follows_the_model(name: str, pooling: str) -> None:
     model = MODELS[name].make()
-    assert choose_pooling(split_model(model, 1), Task.of(model, [])) == pooling
+    assert choose_pooling(split_model(model, 1), LossSpec.of(model, [])) == pooling
 
 
 def test_timm_without_class_token_is_averaged() -> None:
     entry = MODELS["timm-vit"]
     arguments = entry.options["model_args"] | {"class_token": False, "global_pool": "avg"}
     model = dataclasses.replace(entry, options=entry.options | {"model_args": arguments}).make()
-    assert choose_pooling(split_model(model, 1), Task.of(model, [])) == "mean"
+    assert choose_pooling(split_model(model, 1), LossSpec.of(model, [])) == "mean"
 
 
 # ---- AccSFL ----
 
 
-def toy_acc_sfl(task: Task, pooling: str = "mean") -> AccSFL:
+def toy_acc_sfl(task: LossSpec, pooling: str = "mean") -> AccSFL:
     method = AccSFL()
     torch.manual_seed(5)
     method.network = AuxiliaryHead("fc", 4, task.num_labels, task, pooling)
@@ -191,7 +191,7 @@ def test_acc_sfl_equals_plain_torch() -> None:
 
 
 @pytest.mark.parametrize("task", [CLASSIFICATION, REGRESSION, MULTI_LABEL, TOKENS, CAUSAL, SPANS])
-def test_acc_sfl_trains_side_and_head_for_each_task(task: Task) -> None:
+def test_acc_sfl_trains_side_and_head_for_each_task(task: LossSpec) -> None:
     client, server = toy_sides(task, 3, local_epochs=8)
     method = toy_acc_sfl(task, "mean" if task.loss_type == "ForSequenceClassification" else "tokens")
     before = {name: t.clone() for name, t in method.state_dict().items()}
@@ -200,25 +200,25 @@ def test_acc_sfl_trains_side_and_head_for_each_task(task: Task) -> None:
     assert sum(losses[-3:]) < sum(losses[:3])
     assert same(before, method.state_dict()), "the shared head may change in merge only"
     assert not same(before, {**before, **client.kept})
-    method.merge([Kept(0, 12, client.kept)])
+    method.merge([ClientState(0, 12, client.kept)])
     assert same(method.state_dict(), client.kept)
 
 
 def test_merge_is_the_weighted_mean() -> None:
     method = toy_acc_sfl(CLASSIFICATION)
     ones = {name: torch.ones_like(t) for name, t in method.federated().items()}
-    method.merge([Kept(2, 1, ones), Kept(5, 3, {name: 5 * t for name, t in ones.items()})])
+    method.merge([ClientState(2, 1, ones), ClientState(5, 3, {name: 5 * t for name, t in ones.items()})])
     assert all((t == 4).all() for t in method.state_dict().values())
 
 
 def test_a_frozen_weight_stays_and_does_not_travel(tmp_path: Path) -> None:
     run = trainer(tmp_path, method="acc_sfl", method_kwargs={"head": "fc_lora", "rank": 3}, warmup_rounds=0)
-    before = {name: t.clone() for name, t in run.simulation.method.state_dict().items()}
+    before = {name: t.clone() for name, t in run.rounds.method.state_dict().items()}
     run.train()
-    after = run.simulation.method.state_dict()
+    after = run.rounds.method.state_dict()
     assert torch.equal(before["auxiliary.layers.weight"], after["auxiliary.layers.weight"])
     assert all(not torch.equal(before[f"auxiliary.layers.{n}"], after[f"auxiliary.layers.{n}"]) for n in ("bias", "up"))
-    assert sum(t.numel() for t in run.simulation.method.federated().values()) == 3 * (16 + CLASSES) + CLASSES
+    assert sum(t.numel() for t in run.rounds.method.federated().values()) == 3 * (16 + CLASSES) + CLASSES
 
 
 def test_acc_sfl_bytes(tmp_path: Path) -> None:
@@ -418,7 +418,7 @@ def test_fsl_sage_of_the_whole_server_is_the_oracle(tmp_path: Path) -> None:
 def test_fsl_sage_bytes_and_alignment_rounds(tmp_path: Path) -> None:
     run = trainer(tmp_path, method="fsl_sage", method_kwargs=QUICK, warmup_rounds=1, num_rounds=4)
     run.train()
-    auxiliary = 4 * run.simulation.method.network.num_parameters()  # type: ignore[attr-defined]
+    auxiliary = 4 * run.rounds.method.network.num_parameters()  # type: ignore[attr-defined]
     adapters = 4 * sum(p.numel() for p in run.client_parameters.values())
     up = {"smashed_data": 12 * 5 * 16 * 4, "extras": 12 * 8, "adapters": adapters}
     by_round = {r: [e for e in run.ledger.entries if e["round"] == r] for r in range(1, 5)}
@@ -436,7 +436,7 @@ def test_networks_are_the_clients_own_and_persist(tmp_path: Path) -> None:
         tmp_path, method="fsl_sage", method_kwargs=QUICK | {"align_every": 100}, warmup_rounds=0, num_rounds=3
     )
     run.train()
-    method = run.simulation.method
+    method = run.rounds.method
     assert isinstance(method, FSLSAGE)
     first = {e["client"] for e in run.ledger.entries if e["round"] == 1}
     taken_part = {e["client"] for e in run.ledger.entries}
@@ -455,13 +455,13 @@ def test_a_round_changes_nothing_before_merge() -> None:
     method.round(LocalLink(method, client), server)
     assert same(before, method.state_dict())
     kept = {**client.kept, **server.kept}
-    method.merge([Kept(0, 9, kept)])
+    method.merge([ClientState(0, 9, kept)])
     assert {name for name in method.state_dict() if name.startswith("client.0.")} == {f"client.0.{n}" for n in kept}
     # A later round uses the client's own network; another client still starts from the initial one.
     used: list[dict[str, Tensor]] = []
     method.network.load, load = lambda w: (used.append(dict(w)), load(w))[1], method.network.load  # type: ignore
     for number in (0, 4):
-        client.setting = dataclasses.replace(client.setting, client=number)
+        client.context = dataclasses.replace(client.context, client=number)
         method.update(client, None, None)
     assert same(used[0], method.clients[0].auxiliary) and same(used[1], method.initial)
 
@@ -554,16 +554,16 @@ def test_resume_is_bit_identical_across_an_alignment(tmp_path: Path, method: str
         )
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{reached}"))
         assert same(weights(whole), weights(resumed))
-        assert same(whole.simulation.method.state_dict(), resumed.simulation.method.state_dict())
+        assert same(whole.rounds.method.state_dict(), resumed.rounds.method.state_dict())
         assert rounds(whole) == rounds(resumed)
 
 
 @pytest.mark.parametrize("method", ["acc_sfl", "fsl_sage"])
 def test_warmup_leaves_the_state_alone(tmp_path: Path, method: str) -> None:
     run = trainer(tmp_path, method=method, warmup_rounds=2, num_rounds=2)
-    before = {name: t.clone() for name, t in run.simulation.method.state_dict().items()}
+    before = {name: t.clone() for name, t in run.rounds.method.state_dict().items()}
     run.train()
-    assert same(before, run.simulation.method.state_dict())
+    assert same(before, run.rounds.method.state_dict())
     plain = 4 * sum(p.numel() for p in run.client_parameters.values())
     assert all(entry["down"]["adapters"] == plain for entry in run.ledger.entries)
 
@@ -576,7 +576,7 @@ def test_setup_leaves_the_random_state_alone(method: str) -> None:
     states = []
     for seed in (1, 1, 2):
         rule = make_method(method)
-        rule.setup(split, Task.of(split.model, ["labels"]), seed)
+        rule.setup(split, LossSpec.of(split.model, ["labels"]), seed)
         states.append({name: t.clone() for name, t in rule.state_dict().items()})
     assert torch.equal(state, torch.get_rng_state())
     assert same(states[0], states[1]) and not same(states[0], states[2])
@@ -630,8 +630,8 @@ def test_samples_of_several_lengths_train(tmp_path: Path, method: str) -> None:
         tmp_path, tiny_bert(), data, method=method, method_kwargs=options, eval_dataset=None, data_collator=collate
     )
     run.train()
-    if isinstance(run.simulation.method, FSLSAGE):
-        lengths = {p.activations.shape[1] for s in run.simulation.method.clients.values() for p in s.buffer}
+    if isinstance(run.rounds.method, FSLSAGE):
+        lengths = {p.activations.shape[1] for s in run.rounds.method.clients.values() for p in s.buffer}
         assert len(lengths) > 1
 
 
@@ -691,8 +691,8 @@ def test_bad_options_are_refused(method: str, options: dict[str, Any], expected:
 
 def test_tasks_without_a_head_are_refused() -> None:
     with pytest.raises(ValueError, match="encoder-decoder"):
-        make_method("acc_sfl").check_task(Task.of(MODELS["bart"].make(), []))
+        make_method("acc_sfl").check_loss(LossSpec.of(MODELS["bart"].make(), []))
     with pytest.raises(ValueError, match="does not know a ForObjectDetection loss"):
-        make_method("acc_sfl").check_task(Task("ForObjectDetection", 3, ("labels",)))
+        make_method("acc_sfl").check_loss(LossSpec("ForObjectDetection", 3, ("labels",)))
     config = BertConfig(num_hidden_layers=2, hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=30)
-    make_method("acc_sfl").check_task(Task.of(BertForSequenceClassification(config), []))
+    make_method("acc_sfl").check_loss(LossSpec.of(BertForSequenceClassification(config), []))

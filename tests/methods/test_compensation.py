@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_coefsfl.methods import make_method
-from hf_coefsfl.protocol.loss import Task
+from hf_coefsfl.protocol.loss import LossSpec
 from hf_coefsfl.protocol.messages import Feedback, SmashedData
 from hf_coefsfl.protocol.server_side import ServerSide
 from tests.support.toy import CAUSAL, CLASSIFICATION, MULTI_LABEL, REGRESSION, SPANS, TOKENS, ToyServer, toy_sides
@@ -16,7 +16,7 @@ TASKS = [CLASSIFICATION, REGRESSION, MULTI_LABEL, TOKENS, CAUSAL, SPANS]
 task_ids = ["classification", "regression", "multi-label", "tokens", "causal", "spans"]
 
 
-def exchange(task: Task) -> tuple[SmashedData, ServerSide, Tensor]:
+def exchange(task: LossSpec) -> tuple[SmashedData, ServerSide, Tensor]:
     """The smashed data of a batch, the server, and a displacement."""
     client, server = toy_sides(task, 1)
     smashed = client.exchange()[0]
@@ -24,7 +24,7 @@ def exchange(task: Task) -> tuple[SmashedData, ServerSide, Tensor]:
     return smashed, server, 0.3 * torch.randn_like(smashed.activations)
 
 
-def blocks_of(task: Task, smashed: SmashedData) -> list[str]:
+def blocks_of(task: LossSpec, smashed: SmashedData) -> list[str]:
     return [block.name for block in task.output_blocks(smashed.labels, smashed.activations.shape[1])]
 
 
@@ -37,7 +37,7 @@ def jacobian(server: ServerSide, name: str, s: Tensor, sample: int) -> Tensor:
     return torch.stack([torch.autograd.grad(o, s, retain_graph=True)[0].reshape(-1) for o in outputs])
 
 
-def terms_of(task: Task, labels: dict[str, Tensor], name: str, length: int) -> list[list[bool]]:
+def terms_of(task: LossSpec, labels: dict[str, Tensor], name: str, length: int) -> list[list[bool]]:
     """Which terms of a sample's output enter the loss, by the definition of the task's loss."""
     if name != "logits":
         positions = labels[name.replace("logits", "positions")]
@@ -57,7 +57,7 @@ def test_coef_d_by_hand() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS, ids=task_ids)
-def test_coef_d_equals_the_dense_product(task: Task) -> None:
+def test_coef_d_equals_the_dense_product(task: LossSpec) -> None:
     smashed, server, delta = exchange(task)
     feedback = make_method("coef_d").feedback(server, smashed, 0)
     s = smashed.activations.clone().requires_grad_()
@@ -69,7 +69,7 @@ def test_coef_d_equals_the_dense_product(task: Task) -> None:
     torch.testing.assert_close(ours.reshape(-1), expected)
 
 
-def scalar_bound(task: Task, m: float, change: float, terms: int) -> float:
+def scalar_bound(task: LossSpec, m: float, change: float, terms: int) -> float:
     """The coefficient c of one sample, as METHODS states it for each loss."""
     if task is REGRESSION:
         return 2.0
@@ -80,7 +80,7 @@ def scalar_bound(task: Task, m: float, change: float, terms: int) -> float:
 @pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
 @pytest.mark.parametrize("projections", [1, 3, "exact"])
 @pytest.mark.parametrize("task", TASKS, ids=task_ids)
-def test_coef_j_equals_dense_jacobians(task: Task, projections: int | str, scale: float) -> None:
+def test_coef_j_equals_dense_jacobians(task: LossSpec, projections: int | str, scale: float) -> None:
     smashed, server, delta = exchange(task)
     delta = delta * scale
     kwargs = {"exact": True} if projections == "exact" else {"num_projections": projections}
@@ -134,7 +134,7 @@ def test_coef_j_equals_dense_jacobians(task: Task, projections: int | str, scale
 
 
 @pytest.mark.parametrize("task", TASKS, ids=task_ids)
-def test_projections_are_of_signs(task: Task) -> None:
+def test_projections_are_of_signs(task: LossSpec) -> None:
     """u = Jᵀv with every entry of v ±1 where the output enters the loss and 0 elsewhere."""
     smashed, server, _ = exchange(task)
     method = make_method("coef_j", {"num_projections": 4})

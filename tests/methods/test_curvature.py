@@ -8,7 +8,7 @@ import torch
 from hf_coefsfl.methods import make_method
 from hf_coefsfl.methods.parts.lanczos import leading_eigenpairs
 from hf_coefsfl.protocol.link import LocalLink
-from hf_coefsfl.protocol.loss import Task
+from hf_coefsfl.protocol.loss import LossSpec
 from hf_coefsfl.protocol.messages import SmashedData
 from tests.support.federated import trainer, weights
 from tests.support.toy import (
@@ -64,7 +64,7 @@ def test_lanczos_stops_in_an_invariant_subspace() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS, ids=task_ids)
-def test_hessian_product_is_the_hessian_of_the_loss(task: Task) -> None:
+def test_hessian_product_is_the_hessian_of_the_loss(task: LossSpec) -> None:
     server, batch = ToyServer(task), toy_batch(task)
     _, labels = task.separate(batch)
     torch.manual_seed(2)
@@ -77,7 +77,7 @@ def test_hessian_product_is_the_hessian_of_the_loss(task: Task) -> None:
         torch.testing.assert_close(block.hessian_product(base, tangent), expected, atol=1e-6, rtol=1e-4)
 
 
-def dense_ggn(half: ToyServer, task: Task, smashed: SmashedData, sample: int) -> torch.Tensor:
+def dense_ggn(half: ToyServer, task: LossSpec, smashed: SmashedData, sample: int) -> torch.Tensor:
     """Jᵀ Λ J of one sample, from the dense Jacobian and the dense Hessian of the loss w.r.t. all outputs."""
     s = smashed.activations
     size = s[0].numel()
@@ -99,7 +99,7 @@ def dense_ggn(half: ToyServer, task: Task, smashed: SmashedData, sample: int) ->
 
 
 @pytest.mark.parametrize("task", TASKS, ids=task_ids)
-def test_ggn_of_full_rank_is_the_dense_product(task: Task) -> None:
+def test_ggn_of_full_rank_is_the_dense_product(task: LossSpec) -> None:
     client, server = toy_sides(task, 1)
     smashed = client.exchange()[0]
     method = make_method("ggn", {"rank": 12, "num_iterations": 12})
@@ -138,7 +138,7 @@ def test_ggn_keeps_the_leading_pairs() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS, ids=task_ids)
-def test_hutchinson_estimates_the_dense_diagonal(task: Task) -> None:
+def test_hutchinson_estimates_the_dense_diagonal(task: LossSpec) -> None:
     client, server = toy_sides(task, 1)
     smashed = client.exchange()[0]
     method = make_method("hutchinson", {"num_probes": 4000, "relative_step": 1e-3})

@@ -5,7 +5,7 @@ import torch
 
 from hf_coefsfl.methods import make_method
 from hf_coefsfl.protocol.link import LocalLink
-from hf_coefsfl.protocol.loss import Task
+from hf_coefsfl.protocol.loss import LossSpec
 from hf_coefsfl.protocol.messages import Feedback, SmashedData
 from tests.support.toy import CAUSAL, CLASSIFICATION, REGRESSION, SPANS, TOKENS, toy_sides
 from tests.support.wire_link import WireLink
@@ -13,7 +13,9 @@ from tests.support.wire_link import WireLink
 Weights = dict[str, torch.Tensor]
 
 
-def train(method: str, task: Task, num_batches: int, link: type[LocalLink] = LocalLink, **options: object) -> Weights:
+def train(
+    method: str, task: LossSpec, num_batches: int, link: type[LocalLink] = LocalLink, **options: object
+) -> Weights:
     kwargs = {k: options.pop(k) for k in list(options) if k in ("local_epochs", "affine", "max_grad_norm")}
     client, server = toy_sides(task, num_batches, **kwargs)
     rule = make_method(method, options)
@@ -30,7 +32,7 @@ def same(a: Weights, b: Weights, **tolerance: float) -> bool:
 
 @pytest.mark.parametrize("task", [CLASSIFICATION, REGRESSION, TOKENS, CAUSAL, SPANS], ids=lambda t: t.loss_type)
 @pytest.mark.parametrize("method", ["reuse", "oracle", "coef_d", "coef_j", "ggn", "hutchinson"])
-def test_one_batch_per_round_equals_vanilla(method: str, task: Task) -> None:
+def test_one_batch_per_round_equals_vanilla(method: str, task: LossSpec) -> None:
     assert same(train(method, task, 1), train("vanilla", task, 1))
 
 

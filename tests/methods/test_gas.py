@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import BertConfig, BertForQuestionAnswering
 
 from hf_coefsfl.methods import make_method
-from hf_coefsfl.methods.base import Kept
+from hf_coefsfl.methods.base import ClientState
 from hf_coefsfl.methods.gas import (
     GAS,
     adjusted_gradient,
@@ -37,9 +37,9 @@ from hf_coefsfl.methods.parts.class_statistics import (
     update,
 )
 from hf_coefsfl.protocol.client_side import ClientSide
-from hf_coefsfl.protocol.context import Setting
+from hf_coefsfl.protocol.context import RoundContext
 from hf_coefsfl.protocol.link import LocalLink
-from hf_coefsfl.protocol.loss import Task
+from hf_coefsfl.protocol.loss import LossSpec
 from hf_coefsfl.protocol.messages import SmashedData
 from hf_coefsfl.protocol.server_side import ServerSide
 from hf_coefsfl.split import split_model
@@ -180,7 +180,7 @@ def test_merging_hardly_depends_on_the_order_and_repeats_to_the_bit() -> None:
     kept = []
     for client, batch in enumerate(uploads([4, 6, 6], seed=2)):
         ours = {label: moments.scaled(7) for label, moments in class_moments(*batch).items()}
-        kept.append(Kept(client, 6, to_tensors(ours)))
+        kept.append(ClientState(client, 6, to_tensors(ours)))
     results = []
     for order in ([0, 1, 2], [0, 1, 2], [2, 0, 1]):
         method = GAS()
@@ -193,7 +193,7 @@ def test_merging_hardly_depends_on_the_order_and_repeats_to_the_bit() -> None:
 def test_state_goes_out_and_in() -> None:
     method, other = GAS(), GAS()
     assert method.state_dict() == {}
-    method.merge([Kept(0, 6, to_tensors(class_moments(*uploads([4])[0])))])
+    method.merge([ClientState(0, 6, to_tensors(class_moments(*uploads([4])[0])))])
     other.load_state_dict(method.state_dict())
     assert identical(other.statistics, method.statistics)
     other.setup(None, CLASSIFICATION, 0)  # type: ignore[arg-type]
@@ -233,8 +233,8 @@ def test_draws_fit_the_length_of_the_batch() -> None:
     assert (long[:, 3:] == 0).all()
 
 
-def server_of(split: Any, task: Task = CLASSIFICATION, client: int = 0, round_index: int = 0) -> ServerSide:
-    setting = Setting(seed=0, round_index=round_index, client=client)
+def server_of(split: Any, task: LossSpec = CLASSIFICATION, client: int = 0, round_index: int = 0) -> ServerSide:
+    setting = RoundContext(seed=0, round_index=round_index, client=client)
     return ServerSide(split.server, torch.optim.SGD(split.server.parameters(), lr=0.1), setting, task)
 
 
@@ -376,7 +376,7 @@ def test_classes_that_only_other_clients_have_are_generated_once_known() -> None
     assert method.statistics == {}  # shared by the clients of a round: it changes at the end
     second = labelled_sides([[2, 2, 2, 2]])
     run(method, second)
-    method.merge([Kept(i, 4, side.kept) for i, (_, side) in enumerate((first, second))])
+    method.merge([ClientState(i, 4, side.kept) for i, (_, side) in enumerate((first, second))])
     third = labelled_sides([[0, 0, 1, 1]])
     trained = spy_on_batches(third[1])
     before = to_tensors(method.statistics)
@@ -388,14 +388,14 @@ def test_classes_that_only_other_clients_have_are_generated_once_known() -> None
 
 def test_a_round_works_with_its_own_upload_and_weighs_it_by_its_number() -> None:
     client, server = labelled_sides([[0, 0, 1, 2], [0, 1, 2, 2]])
-    client.setting = server.setting = replace(server.setting, round_index=4)
+    client.context = server.context = replace(server.context, round_index=4)
     smashed = client.exchange()
     expected = weighted(pooled(observe(data) for data in smashed), server)
     method = GAS()
     run(method, (client, server))
     assert identical(from_tensors(server.kept), expected)
     assert (from_tensors(server.kept)[0].weight == 5 * 3).all()
-    client.setting = server.setting = replace(server.setting, round_index=0)
+    client.context = server.context = replace(server.context, round_index=0)
     assert (weighted(observe(smashed[0]), server)[0].weight == 2).all()
 
 
@@ -413,7 +413,7 @@ def test_generation_uses_the_statistics_of_start_and_own_upload(monkeypatch: pyt
     method = GAS()
     client, server = labelled_sides([[0, 0, 1, 2]])
     known = class_moments(5 + torch.randn(8, 3, 4), torch.arange(8) % 3, torch.ones(8, 3, dtype=torch.bool))
-    method.merge([Kept(1, 8, to_tensors(known))])
+    method.merge([ClientState(1, 8, to_tensors(known))])
     start = method.statistics
     run(method, (client, server))
     assert identical(used[0], update(start, from_tensors(server.kept)))
@@ -487,19 +487,19 @@ def test_per_batch_by_hand() -> None:
         (CAUSAL, "a ForCausalLM loss has none"),
         (REGRESSION, "problem_type='regression' has none"),
         (MULTI_LABEL, "problem_type='multi_label_classification' has none"),
-        (Task("ForSequenceClassification", 1, ("labels",)), "num_labels=1 makes this a regression"),
+        (LossSpec("ForSequenceClassification", 1, ("labels",)), "num_labels=1 makes this a regression"),
     ],
     ids=lambda t: getattr(t, "loss_type", ""),
 )
-def test_tasks_without_classes_are_refused(task: Task, reason: str) -> None:
+def test_tasks_without_classes_are_refused(task: LossSpec, reason: str) -> None:
     with pytest.raises(ValueError, match=f"needs one class label for each sample; {reason}.*another method"):
-        GAS().check_task(task)
+        GAS().check_loss(task)
 
 
 @pytest.mark.parametrize("problem", [None, "single_label_classification"])
 def test_single_labels_are_accepted(problem: str | None) -> None:
     for kind in ("Sequence", "Image", "Video", "Audio"):
-        GAS().check_task(Task(f"For{kind}Classification", 3, ("labels",), problem_type=problem))
+        GAS().check_loss(LossSpec(f"For{kind}Classification", 3, ("labels",), problem_type=problem))
 
 
 def test_multi_label_data_is_refused_even_if_the_config_does_not_say_so() -> None:

@@ -12,9 +12,9 @@ from hf_coefsfl.methods import make_method
 from hf_coefsfl.methods.mu_splitfed import MUSplitFed, Probes
 from hf_coefsfl.methods.parts.zeroth_order import Direction, two_point
 from hf_coefsfl.protocol.client_side import ClientSide
-from hf_coefsfl.protocol.context import Setting
+from hf_coefsfl.protocol.context import RoundContext
 from hf_coefsfl.protocol.link import LocalLink
-from hf_coefsfl.protocol.loss import Task
+from hf_coefsfl.protocol.loss import LossSpec
 from hf_coefsfl.protocol.messages import Message, SmashedData
 from hf_coefsfl.protocol.server_side import ServerSide
 from hf_coefsfl.split import split_model
@@ -28,7 +28,7 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def double_sides(task: Task, num_batches: int = 2, **changes: Any) -> Sides:
+def double_sides(task: LossSpec, num_batches: int = 2, **changes: Any) -> Sides:
     """The toy in double precision, where a difference of losses keeps its digits."""
     client, server = toy_sides(task, num_batches, **changes)
     client.half.double()
@@ -110,7 +110,7 @@ def test_clipping_bounds_the_step() -> None:
 
 
 @pytest.mark.parametrize("task", [CLASSIFICATION, REGRESSION, TOKENS, CAUSAL, SPANS], ids=lambda t: t.loss_type)
-def test_server_slope_approaches_the_directional_derivative(task: Task) -> None:
+def test_server_slope_approaches_the_directional_derivative(task: LossSpec) -> None:
     client, server = double_sides(task)
     smashed = client.smash(0)
     parameters = list(server.half.parameters())
@@ -129,7 +129,7 @@ def test_server_slope_approaches_the_directional_derivative(task: Task) -> None:
 
 
 @pytest.mark.parametrize("task", [CLASSIFICATION, REGRESSION, TOKENS, CAUSAL, SPANS], ids=lambda t: t.loss_type)
-def test_joint_slope_is_the_derivative_along_both_sides(task: Task) -> None:
+def test_joint_slope_is_the_derivative_along_both_sides(task: LossSpec) -> None:
     """d → ⟨∇_θᶜ L, u⟩ + ⟨∇_θˢ L, v⟩ through the whole model, at the server weights before the joint step."""
     sent: list[torch.Tensor] = []
 
@@ -147,9 +147,9 @@ def test_joint_slope_is_the_derivative_along_both_sides(task: Task) -> None:
         both = [*twin[0].half.parameters(), *twin[1].half.parameters()]
         loss = twin[1].half(SmashedData(twin[0].half(**inputs).activations, labels=labels)).loss
         gradients = torch.autograd.grad(loss, both)
-        u = [part for _, part in Direction(values(client), client.setting.generator("method", batch))]
+        u = [part for _, part in Direction(values(client), client.context.generator("method", batch))]
         # one epoch of two batches: u has numbers 0 and 1, the pass 2 and 3, the joint pass 4 and 5
-        v = [part for _, part in Direction(values(server), server.setting.generator("method", 4 + batch))]
+        v = [part for _, part in Direction(values(server), server.context.generator("method", 4 + batch))]
         exact = sum((g * part).sum().item() for g, part in zip(gradients, u + v, strict=True))
         assert slope.shape == (1,) and slope.item() == pytest.approx(exact, rel=1e-5, abs=1e-6)
     assert len(sent) == 2
@@ -187,7 +187,7 @@ def test_round_against_its_twin(per_batch: bool, epochs: int) -> None:
     initial = theta_c
 
     def draw(like: Any, number: int) -> list[torch.Tensor]:
-        source = client.setting.generator("method", number)
+        source = client.context.generator("method", number)
         return [torch.randn(t.shape, generator=source).double() for t in like]
 
     total = count * epochs
@@ -299,7 +299,7 @@ def test_directions_differ_by_round_client_and_batch() -> None:
     drawn = []
     for round_index, number in ((0, 0), (1, 0), (0, 1)):
         for batch in (0, 1):
-            setting = Setting(seed=0, round_index=round_index, client=number)
+            setting = RoundContext(seed=0, round_index=round_index, client=number)
             drawn.append(next(iter(Direction(values(client), setting.generator("method", batch))))[1])
     assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[i + 1 :])
 
@@ -311,8 +311,8 @@ def test_both_ends_of_a_difference_see_the_same_dropout_masks() -> None:
     split.server.train()
     batch = images(4)[:]
     data = [{"pixel_values": batch["pixel_values"], "labels": batch["labels"]}]
-    setting = Setting(seed=0, round_index=0, client=0)
-    task = Task("ForImageClassification", 3, ("labels",))
+    setting = RoundContext(seed=0, round_index=0, client=0)
+    task = LossSpec("ForImageClassification", 3, ("labels",))
     client = ClientSide(split.client, data, torch.optim.SGD(split.client.parameters(), lr=0.1), setting, task)
     server = ServerSide(split.server, torch.optim.SGD(split.server.parameters(), lr=0.1), setting, task)
     (probes,) = MUSplitFed(perturbation_scale=1e-6).upload(client, None)
@@ -321,7 +321,7 @@ def test_both_ends_of_a_difference_see_the_same_dropout_masks() -> None:
     assert (probes.ahead - probes.activations).norm() < 1e-3 * size
     assert 0 < (probes.behind - probes.activations).norm() < 1e-3 * size
     (seeded,) = client.exchange()
-    client.setting.synchronize_masks(split.client, "client_forward", 1)  # masks of another batch
+    client.context.synchronize_masks(split.client, "client_forward", 1)  # masks of another batch
     with torch.no_grad():
         other = split.client(pixel_values=batch["pixel_values"]).activations
     assert (other - seeded.activations).norm() > 0.1 * size
@@ -358,7 +358,7 @@ def test_descends_over_many_rounds() -> None:
 
     before = total()
     for index in range(40):
-        client.setting = server.setting = Setting(seed=0, round_index=index, client=0)
+        client.context = server.context = RoundContext(seed=0, round_index=index, client=0)
         run(method, (client, server))
     assert total() < before - 0.2
 

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_coefsfl.methods import make_method
-from hf_coefsfl.protocol.loss import Task
+from hf_coefsfl.protocol.loss import LossSpec
 from hf_coefsfl.protocol.messages import Feedback
 
 CLASSES, WIDTH = 3, 5
-TASK = Task("ForSequenceClassification", CLASSES, ("labels",))
+TASK = LossSpec("ForSequenceClassification", CLASSES, ("labels",))
 seeds = st.integers(0, 2**31)
 
 

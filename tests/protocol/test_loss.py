@@ -5,14 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_coefsfl.protocol.loss import OutputBlock, Task
+from hf_coefsfl.protocol.loss import LossSpec, OutputBlock
 from tests.support.toy import CAUSAL, CLASSIFICATION, MULTI_LABEL, REGRESSION, SPANS, TOKENS, ToyServer, toy_batch
 
 TASKS = [CLASSIFICATION, REGRESSION, MULTI_LABEL, TOKENS, CAUSAL, SPANS]
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda t: f"{t.loss_type}-{t.problem_type}")
-def test_curvature_bounds_the_hessian_of_the_loss(task: Task) -> None:
+def test_curvature_bounds_the_hessian_of_the_loss(task: LossSpec) -> None:
     """The Hessian w.r.t. an output has no eigenvalue above w m <= w M, and w is not larger than needed."""
     server = ToyServer(task)
     batch = toy_batch(task)
@@ -42,7 +42,7 @@ def test_curvature_bounds_the_hessian_of_the_loss(task: Task) -> None:
 
 def test_softmax_weight_is_exact() -> None:
     """At uniform probabilities of two classes the Hessian reaches w/2 exactly."""
-    task = Task("ForSequenceClassification", 2, ("labels",))
+    task = LossSpec("ForSequenceClassification", 2, ("labels",))
     block = task.output_blocks({"labels": torch.tensor([0, 1, 1])})[0]
     hessian = torch.autograd.functional.hessian(
         lambda o: torch.nn.functional.cross_entropy(o, torch.tensor([0, 1, 1])), torch.zeros(3, 2)
@@ -77,7 +77,7 @@ def test_causal_positions_predict_the_next_label() -> None:
 
 def test_unknown_losses_are_refused() -> None:
     with pytest.raises(ValueError, match="ForCTC loss is not known"):
-        Task("ForCTC", 3, ("labels",)).output_blocks({"labels": torch.zeros(2, 3)})
+        LossSpec("ForCTC", 3, ("labels",)).output_blocks({"labels": torch.zeros(2, 3)})
 
 
 def test_no_output_is_bounded_by_infinity_only_for_squares() -> None:

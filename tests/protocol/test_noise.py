@@ -9,7 +9,7 @@ from flwr.app import Message
 from safetensors.torch import load
 
 from hf_coefsfl.flower.wire import chunk_of
-from hf_coefsfl.protocol.context import Setting
+from hf_coefsfl.protocol.context import RoundContext
 from tests.support.deployed import LocalGrid, Site
 from tests.support.federated import config, same, trainer, weights
 
@@ -17,17 +17,21 @@ from tests.support.federated import config, same, trainer, weights
 def test_the_noise_of_a_batch() -> None:
     """The same in every pass of a round; another for another batch, round, client or secret; of the right size."""
     s = torch.randn(20, 50, 30)
-    setting = Setting(0, round_index=1, client=2, noise=0.5)
+    setting = RoundContext(0, round_index=1, client=2, noise=0.5)
     drawn = setting.with_noise(s, 3) - s
     assert torch.equal(setting.with_noise(s, 3) - s, drawn)
     assert math.isclose(drawn.std().item(), 0.5, rel_tol=0.02) and abs(drawn.mean().item()) < 0.01
-    others = [(Setting(0, 1, 2, noise=0.5), 4), (Setting(0, 2, 2, noise=0.5), 3), (Setting(0, 1, 3, noise=0.5), 3)]
-    others.append((Setting(0, 1, 2, noise=0.5, noise_seed=7), 3))
+    others = [
+        (RoundContext(0, 1, 2, noise=0.5), 4),
+        (RoundContext(0, 2, 2, noise=0.5), 3),
+        (RoundContext(0, 1, 3, noise=0.5), 3),
+    ]
+    others.append((RoundContext(0, 1, 2, noise=0.5, noise_seed=7), 3))
     for other, batch in others:
         assert (
             abs(torch.corrcoef(torch.stack([(other.with_noise(s, batch) - s).flatten(), drawn.flatten()]))[0, 1]) < 0.05
         )
-    assert Setting(0, 1, 2).with_noise(s, 3) is s
+    assert RoundContext(0, 1, 2).with_noise(s, 3) is s
 
 
 def test_training_with_noise(tmp_path: Path) -> None:

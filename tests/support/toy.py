@@ -7,17 +7,17 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import ModelOutput
 
 from hf_coefsfl.protocol.client_side import ClientSide
-from hf_coefsfl.protocol.context import Setting
-from hf_coefsfl.protocol.loss import Task
+from hf_coefsfl.protocol.context import RoundContext
+from hf_coefsfl.protocol.loss import LossSpec
 from hf_coefsfl.protocol.messages import SmashedData
 from hf_coefsfl.protocol.server_side import ServerSide
 
-CLASSIFICATION = Task("ForSequenceClassification", num_labels=3, label_names=("labels",))
-REGRESSION = Task("ForSequenceClassification", 2, ("labels",), problem_type="regression")
-MULTI_LABEL = Task("ForSequenceClassification", 3, ("labels",), problem_type="multi_label_classification")
-TOKENS = Task("ForTokenClassification", 3, ("labels",))
-CAUSAL = Task("ForCausalLM", 3, ("labels",), shifts_labels=True)
-SPANS = Task("ForQuestionAnswering", 2, ("start_positions", "end_positions"))
+CLASSIFICATION = LossSpec("ForSequenceClassification", num_labels=3, label_names=("labels",))
+REGRESSION = LossSpec("ForSequenceClassification", 2, ("labels",), problem_type="regression")
+MULTI_LABEL = LossSpec("ForSequenceClassification", 3, ("labels",), problem_type="multi_label_classification")
+TOKENS = LossSpec("ForTokenClassification", 3, ("labels",))
+CAUSAL = LossSpec("ForCausalLM", 3, ("labels",), shifts_labels=True)
+SPANS = LossSpec("ForQuestionAnswering", 2, ("start_positions", "end_positions"))
 
 
 class ToyClient(nn.Module):
@@ -34,7 +34,7 @@ class ToyClient(nn.Module):
 class ToyServer(nn.Module):
     """s (b, T, 4) -> the outputs and the loss of a task, computed as transformers does."""
 
-    def __init__(self, task: Task, affine: bool = False):
+    def __init__(self, task: LossSpec, affine: bool = False):
         super().__init__()
         self.task, self.affine = task, affine
         self.hidden = nn.Linear(4, 5)
@@ -70,7 +70,7 @@ class ToyServer(nn.Module):
         return ModelOutput(loss=self.loss(outputs, {**smashed.labels, **labels}), **outputs)
 
 
-def toy_labels(task: Task, batch: int, length: int, generator: torch.Generator) -> dict[str, Tensor]:
+def toy_labels(task: LossSpec, batch: int, length: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Labels of a task, some of them ignored."""
     if task.loss_type == "ForQuestionAnswering":
         positions = torch.randint(length, (2, batch), generator=generator)
@@ -87,19 +87,19 @@ def toy_labels(task: Task, batch: int, length: int, generator: torch.Generator) 
     return {"labels": torch.randint(task.num_labels, (batch,), generator=generator)}
 
 
-def toy_batch(task: Task, batch: int = 4, length: int = 3, seed: int = 0) -> dict[str, Tensor]:
+def toy_batch(task: LossSpec, batch: int = 4, length: int = 3, seed: int = 0) -> dict[str, Tensor]:
     """One collated batch."""
     generator = torch.Generator().manual_seed(seed)
     return {"x": torch.randn(batch, length, 3, generator=generator), **toy_labels(task, batch, length, generator)}
 
 
 def toy_sides(
-    task: Task, num_batches: int = 3, *, affine: bool = False, seed: int = 0, lr: float = 0.1, **setting: object
+    task: LossSpec, num_batches: int = 3, *, affine: bool = False, seed: int = 0, lr: float = 0.1, **setting: object
 ) -> tuple[ClientSide, ServerSide]:
     """Both sides with equal weights for equal seeds."""
     torch.manual_seed(seed)
     client, server = ToyClient(), ToyServer(task, affine)
-    shared = Setting(seed=seed, round_index=0, client=0, **setting)  # type: ignore[arg-type]
+    shared = RoundContext(seed=seed, round_index=0, client=0, **setting)  # type: ignore[arg-type]
     batches = [toy_batch(task, seed=seed + 10 + i) for i in range(num_batches)]
     return (
         ClientSide(client, batches, torch.optim.AdamW(client.parameters(), lr=lr), shared, task),

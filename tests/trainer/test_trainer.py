@@ -228,16 +228,16 @@ def test_best_model_and_early_stopping(tmp_path: Path) -> None:
 
 def test_scheduler_sets_the_local_learning_rate(tmp_path: Path) -> None:
     run = trainer(tmp_path, num_rounds=4, lr_scheduler_type="linear")
-    assert run.simulation is not None
+    assert run.rounds is not None
     used: list[float] = []
-    local = run.simulation.local_optimizer
+    local = run.rounds.local_optimizer
 
     def spy(parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
         optimizer = local(parameters, learning_rate)
         used.append(optimizer.param_groups[0]["lr"])
         return optimizer
 
-    run.simulation.local_optimizer = spy  # type: ignore[method-assign]
+    run.rounds.local_optimizer = spy  # type: ignore[method-assign]
     run.train()
     logged = [entry["learning_rate"] for entry in run.state.log_history if "loss" in entry]
     expected = [5e-3 * (1 - t / 4) for t in range(4)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from ...protocol.loss import LANGUAGE_MODELS, SPANS, Task
+from ...protocol.loss import LANGUAGE_MODELS, SPANS, LossSpec
 from ...protocol.messages import SmashedData
 from ...protocol.modes import evaluating
 from ...protocol.padding import position_mask
@@ -48,17 +48,24 @@ class AuxiliaryHead(nn.Module):
         kind: one of `HEADS`.
         width: d, the features of a token at the cut.
         outputs: of the task: classes, words, or 2 for the start and the end of an answer.
-        task: whose loss is computed.
+        loss_spec: whose loss is computed.
         pooling: "tokens" (an output for each token), "first", "last" (the last that is no padding) or "mean".
         rank: r of "fc_lora".
         hidden_layers: of "mlp".
     """
 
     def __init__(
-        self, kind: str, width: int, outputs: int, task: Task, pooling: str, rank: int = 2, hidden_layers: int = 1
+        self,
+        kind: str,
+        width: int,
+        outputs: int,
+        loss_spec: LossSpec,
+        pooling: str,
+        rank: int = 2,
+        hidden_layers: int = 1,
     ):
         super().__init__()
-        self.task, self.pooling = task, pooling
+        self.loss_spec, self.pooling = loss_spec, pooling
         self.layers: nn.Module
         if kind == "fc":
             self.layers = nn.Linear(width, outputs)
@@ -73,7 +80,7 @@ class AuxiliaryHead(nn.Module):
 
     @classmethod
     def of(
-        cls, split: SplitModel, task: Task, kind: str, seed: int, *, rank: int = 2, hidden_layers: int = 1
+        cls, split: SplitModel, loss_spec: LossSpec, kind: str, seed: int, *, rank: int = 2, hidden_layers: int = 1
     ) -> AuxiliaryHead:
         """Return the head for the cut of a model, on the model's device; equal seeds give equal weights."""
         activations = example_smashed(split).activations
@@ -82,20 +89,22 @@ class AuxiliaryHead(nn.Module):
                 f"The auxiliary head needs activations (samples, tokens, features) at the cut, got "
                 f"{activations.dim()} dimensions: {tuple(activations.shape)}. Use a method without such a head."
             )
-        outputs = task.num_labels
-        if task.loss_type == SPANS:
+        outputs = loss_spec.num_labels
+        if loss_spec.loss_type == SPANS:
             outputs = 2
-        elif task.loss_type in LANGUAGE_MODELS:
+        elif loss_spec.loss_type in LANGUAGE_MODELS:
             outputs = unwrapped(split.model).config.get_text_config().vocab_size
         with preserved_random_state():
             set_random_state(derive_seed(seed, "method"))
-            head = cls(kind, activations.shape[-1], outputs, task, choose_pooling(split, task), rank, hidden_layers)
+            head = cls(
+                kind, activations.shape[-1], outputs, loss_spec, choose_pooling(split, loss_spec), rank, hidden_layers
+            )
         return head.to(activations.device)
 
     def forward(self, smashed: SmashedData) -> Tensor:
         """Return the loss on smashed data with labels, on the graph of its activations."""
         pooled = pool(smashed, self.pooling).float()
-        return task_loss(self.task, self.layers(pooled).float(), smashed.labels)
+        return task_loss(self.loss_spec, self.layers(pooled).float(), smashed.labels)
 
 
 class LowRankLinear(nn.Module):
@@ -115,23 +124,24 @@ class LowRankLinear(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias) + _LORA_SCALE * low  # type: ignore[arg-type]
 
 
-def check_head_task(task: Task) -> None:
+def check_head_loss(loss_spec: LossSpec) -> None:
     """Refuse a task whose loss a head at the cut cannot compute."""
-    if not task.has_known_curvature:
+    if not loss_spec.has_known_curvature:
         raise ValueError(
-            f"The auxiliary head does not know a {task.loss_type} loss. It works for sequence, token, image and audio "
-            "classification, extractive question answering and language modelling; use another method for this model."
+            f"The auxiliary head does not know a {loss_spec.loss_type} loss. It works for classification of sequences, "
+            "tokens, images and audio, extractive question answering and language modelling; use another method for "
+            "this model."
         )
-    if task.loss_type in ("ForCausalLM", "ForConditionalGeneration") and not task.shifts_labels:
+    if loss_spec.loss_type in ("ForCausalLM", "ForConditionalGeneration") and not loss_spec.shifts_labels:
         raise ValueError(
             "The auxiliary head cannot learn to generate with an encoder-decoder: the tokens at the cut are those of "
             "the input, not those of the labels. Use another method for this model, such as reuse or coef_j."
         )
 
 
-def choose_pooling(split: SplitModel, task: Task) -> str:
+def choose_pooling(split: SplitModel, loss_spec: LossSpec) -> str:
     """Return which tokens the head reads: as the task asks, else as models of this kind summarise their input."""
-    if task.loss_type in (*LANGUAGE_MODELS, SPANS, "ForTokenClassification"):
+    if loss_spec.loss_type in (*LANGUAGE_MODELS, SPANS, "ForTokenClassification"):
         return "tokens"
     base = unwrapped(split.model)
     if base.main_input_name == "input_ids":
@@ -169,18 +179,18 @@ def _unpadded(smashed: SmashedData) -> Tensor:
     return torch.ones(shape, dtype=torch.bool, device=smashed.activations.device)
 
 
-def task_loss(task: Task, outputs: Tensor, labels: Mapping[str, Tensor]) -> Tensor:
+def task_loss(loss_spec: LossSpec, outputs: Tensor, labels: Mapping[str, Tensor]) -> Tensor:
     """Return the loss of a task, as transformers computes it, of outputs (b, C) or (b, T, C)."""
-    loss: Any = LOSS_MAPPING[task.loss_type]
-    if task.loss_type == SPANS:
+    loss: Any = LOSS_MAPPING[loss_spec.loss_type]
+    if loss_spec.loss_type == SPANS:
         start, end = outputs.unbind(-1)
         return loss(start, end, labels["start_positions"], labels["end_positions"])
     target = labels["labels"]
-    if task.loss_type in LANGUAGE_MODELS:
+    if loss_spec.loss_type in LANGUAGE_MODELS:
         return loss(outputs, target, vocab_size=outputs.shape[-1])
     # A stand-in for the config: transformers writes the problem type that it infers into it.
-    config = SimpleNamespace(num_labels=task.num_labels, problem_type=task.problem_type)
-    if task.loss_type == "ForTokenClassification":
+    config = SimpleNamespace(num_labels=loss_spec.num_labels, problem_type=loss_spec.problem_type)
+    if loss_spec.loss_type == "ForTokenClassification":
         return loss(outputs, target, config)
     return loss(target, outputs, config)
 
