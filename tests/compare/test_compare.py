@@ -1,18 +1,15 @@
-"""`coefsfl compare`: specs, the order of runs, worker processes that are killed, tables and the report."""
+"""`coefsfl compare`: the order of runs, worker processes that are killed, and a real run."""
 
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -23,19 +20,13 @@ import pytest
 import yaml
 from datasets import ClassLabel, Dataset, Features, Image
 from PIL import Image as Picture
-from pyarrow import parquet
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from hf_coefsfl.cli import main
-from hf_coefsfl.compare import Cell, Runner, expand, load_spec, parse_spec, runner, total, write_report
+from hf_coefsfl.compare import Runner, runner, total
 from hf_coefsfl.compare.grid import upcoming
-from hf_coefsfl.compare.paper import paper_results, paper_tables, paper_value
-from hf_coefsfl.compare.render.table_formats import latex, markdown
-from hf_coefsfl.compare.render.tables import make_tables, ranks
-from hf_coefsfl.compare.results import Score, gather
 from hf_coefsfl.compare.runner import worker_environment
-from tests.support.comparisons import content, summary
-from tests.support.paths import ROOT
+from tests.support.comparisons import cells_of, content
 
 # Writes its id to a journal when the work is done, then the summary; FAKE_FAIL names a method that fails.
 WORKER = """
@@ -58,10 +49,6 @@ os.replace(folder + "/summary.tmp", folder + "/summary.json")
 """
 
 
-def cells_of(**changes: Any) -> list[Cell]:
-    return expand(parse_spec(content(**changes), "test"))
-
-
 @pytest.fixture
 def worker(tmp_path: Path) -> tuple[str, ...]:
     (tmp_path / "worker.py").write_text(WORKER)
@@ -80,90 +67,6 @@ def command(tmp_path: Path, worker: tuple[str, ...], monkeypatch: pytest.MonkeyP
 def journal(folder: Path) -> Counter[str]:
     path = folder / "journal"
     return Counter(path.read_text().split()) if path.exists() else Counter()
-
-
-# ---- Specs ----
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"method": ["reuse"]}, "the spec has no key 'method'. Allowed: title, settings, tasks"),
-        ({"methods": []}, "methods must be a list with at least one entry"),
-        ({"methods": ["magic"]}, "unknown method 'magic'. Choose one of:.*coef_j"),
-        ({"methods": ["reuse", "reuse"]}, "holds 'Gradient reuse .w/o comp..' twice"),
-        (
-            {"methods": [{"method": "coef_d", "method_kwargs": {"lambda": 1}}]},
-            "no option 'lambda'.*compensation",
-        ),
-        ({"tasks": [{"task": "mnist"}]}, "unknown task 'mnist'. Choose one of:.*cifar100"),
-        (
-            {"tasks": [{"task": "mnli", "doc_stridee": 3, "cut": 1}]},
-            "gives 'doc_stridee', which is no option",
-        ),
-        ({"tasks": {"task": "mnli"}}, "tasks must be a list"),
-        ({"settings": {"learning_rate": 0.1}}, "gives 'learning_rate', which is set by learning_rates"),
-        ({"settings": {"hub_token": "hf_secret"}}, "gives 'hub_token', which is set by nothing"),
-        ({"settings": {"push_to_hub": True}}, "gives 'push_to_hub', which is set by nothing"),
-        ({"settings": {"cut": 3}}, "gives 'cut', which is set by cut or cuts"),
-        ({"settings": {"max_length": 64}}, r"tasks\[0\] .cifar100. gives 'max_length', which is no option"),
-        ({"splits": [{"name": "IID", "stride": 3}]}, "splits gives 'stride', which is no option"),
-        ({"settings": {"num_rounds": 0}}, "num_rounds=0 must be a whole number of at least 1"),
-        ({"settings": {"participation": 2}}, "participation=2"),
-        ({"settings": ["num_rounds"]}, "settings must be a mapping"),
-        ({"learning_rates": ["1e-4"]}, "got '1e-4' .str.. YAML reads 1e-4 as text"),
-        ({"learning_rates": [0.0]}, "numbers above 0, got 0.0"),
-        ({"seeds": [0, 0]}, "holds 0 twice"),
-        ({"seeds": [0.5]}, "whole numbers of at least 0, got 0.5"),
-        ({"splits": [{"name": "IID", "partition": "idd"}]}, "partition='idd' is not allowed"),
-        ({"paper_tables": ["main"]}, "there is no 'main'. Choose of: main_iid"),
-        ({"tasks": 2 * [{"task": "mnli", "model": "a", "cut": 1}]}, "the same place in the tables: mnli, a, IID, 1"),
-    ],
-)
-def test_bad_specs_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        cells_of(**changes)
-
-
-def test_bad_files_are_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "broken.yaml").write_text("tasks: [")
-    for name, message in (("none.yaml", "cannot be read: No such file"), ("broken.yaml", "is no YAML")):
-        with pytest.raises(SystemExit) as left:
-            main(["compare", str(tmp_path / name)])
-        assert left.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_ids_depend_on_the_options_alone() -> None:
-    """The literal id must never change: finished runs are found by it."""
-    run = cells_of()[0].first()[0]
-    assert run.id == "cifar100-iid-cut2-reuse-lr0.1-seed0-f48918fb"
-    relabelled = [{**content()["tasks"][0], "model": "other label", "title": "other"}]
-    assert cells_of(tasks=relabelled, title="t")[0].first()[0].id == run.id
-    assert cells_of(settings={"num_rounds": 5, "warmup_rounds": 1})[0].first()[0].id != run.id
-
-
-def test_a_tasks_own_lists_replace_the_specs() -> None:
-    own = {
-        "task": "mnli",
-        "model": "b",
-        "cuts": [1, 3],
-        "learning_rates": [0.3],
-        "method_options": {"coef_d": {"compensation_factor": 7}},
-    }
-    cells = cells_of(tasks=[content()["tasks"][0], own], cut=2)
-    assert [cell.cut for cell in cells] == [2, 2, 1, 1, 3, 3]
-    assert total(cells) == 2 * (2 + 2) + 4 * (1 + 2)
-    assert cells[3].first()[0].options["method_kwargs"] == {"compensation_factor": 7}
-    assert "method_kwargs" not in cells[1].first()[0].options
-
-
-def test_what_cannot_be_probed_or_trained() -> None:
-    reuse, vanilla = cells_of(settings={"staleness_probe": 2}, methods=["reuse", "vanilla"])
-    assert reuse.first()[0].options["staleness_probe"] == 2
-    assert "staleness_probe" not in vanilla.first()[0].options
-    cells = cells_of(tasks=[{"task": "squad_v2", "cut": 1}], methods=["reuse", "gas"])
-    assert [cell.refused is None for cell in cells] == [True, False]
-    assert total(cells) == 4 and not [run for run in upcoming(cells, {}, ()) if run.options["method"] == "gas"]
 
 
 # ---- The protocol ----
@@ -320,213 +223,6 @@ def test_the_cores_and_gpus_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker_environment(2, 1)["CUDA_VISIBLE_DEVICES"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert worker_environment(3, 0)["OMP_NUM_THREADS"] == "5"
-
-
-# ---- The paper ----
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "runs"),
-    [
-        ("iid", 12 * 9, (12 * 9 - 2) * 5),  # GAS does not apply to SQuAD, which two models have
-        ("non_iid", 5 * 9, 5 * 9 * 5),
-        ("cut_sweep", (5 + 4) * 9, 9 * 9 * 5),
-        ("auxiliary_sweep", (3 + 1) * 2 * 10, 80 * 5),
-        ("hessian", 3 * 2 * 3, 18 * 5),
-    ],
-)
-def test_the_papers_recipes(name: str, settings: int, runs: int) -> None:
-    """Each has the runs worked out by hand, and every entry of its tables is found beside one of them."""
-    spec = load_spec(ROOT / f"recipes/paper/{name}.yaml")
-    cells = expand(spec)
-    assert (len(cells), total(cells)) == (settings, runs)
-    entries = [entry for entry in paper_results()["results"] if entry["table"] in spec.paper_tables]
-    found = Counter(
-        (value.table, entry["task"], entry["score"], entry["model"], value.mean)
-        for cell in cells
-        for entry in entries
-        if (entry["task"], entry["model"], entry["cut"], entry["split"])
-        == (cell.spec.task, cell.spec.model, cell.cut, cell.split.name)
-        and (value := paper_value(cell, entry["score"], spec.paper_tables)) is not None
-    )
-    told = Counter(
-        (entry["table"], entry["task"], entry["score"], entry["model"], value[0])
-        for entry in entries
-        for value in entry["values"].values()
-        if value is not None
-    )
-    assert told == found
-
-
-def test_every_table_of_the_paper_has_a_recipe() -> None:
-    tables = [t for path in ROOT.glob("recipes/paper/*.yaml") for t in load_spec(path).paper_tables]
-    assert sorted(tables) == sorted(paper_tables())
-
-
-@pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/compare/*.yaml")), ids=lambda path: path.stem)
-def test_the_small_recipes_are_allowed(path: Path) -> None:
-    assert total(expand(load_spec(path))) > 0
-
-
-def test_the_spec_of_the_page() -> None:
-    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/comparing.md").read_text(), flags=re.DOTALL)
-    assert total(expand(parse_spec(yaml.safe_load(block), "page"))) == 2 * 2 * 3 * (3 + 2)
-
-
-def papers_cell(**changes: Any) -> Cell:
-    task = {"task": "cifar100", "model": "ViT-Tiny", "model_name_or_path": "WinKawaks/vit-tiny-patch16-224", "cut": 4}
-    spec = {"settings": {}, "tasks": [task | changes], "methods": ["coef_d"], "learning_rates": [1e-3], "seeds": [0]}
-    return expand(parse_spec(spec, "test"))[0]
-
-
-def test_the_papers_value_stands_beside_the_papers_setting_only() -> None:
-    value = paper_value(papers_cell(), "accuracy")
-    assert value is not None and (value.mean, value.std) == (84.5, 0.2)
-    assert paper_value(papers_cell(model_name_or_path="copies/vit-tiny-patch16-224"), "accuracy") == value
-    skewed = {"partition": "dirichlet", "dirichlet_alpha": 0.1}
-    other = paper_value(papers_cell(**skewed), "accuracy")
-    assert other is not None and other.mean == 67.3
-    single = paper_value(papers_cell(**skewed), "accuracy", ["approx"])
-    assert single is not None and (single.mean, single.std) == (69.1, None)
-    for change in (
-        {"num_rounds": 10}, {"participation": 0.2}, {"num_clients": 20}, {"cut": 3}, {"max_train_samples": 500},
-        {"model_name_or_path": "vit-micro"}, {"dataset_name": "cifar100_small"}, {"learning_rates": [1e-2]},
-        {"methods": [{"method": "coef_d", "method_kwargs": {"compensation_factor": 1.0}}]}, {"model": "vit"},
-        {"partition": "dirichlet", "dirichlet_alpha": 0.5}, {"head": "lora"}, {"lora_rank": 8},
-    ):  # fmt: skip
-        assert paper_value(papers_cell(**change), "accuracy") is None, change
-
-
-# ---- Tables and report ----
-
-
-def test_best_and_second_best() -> None:
-    assert ranks({"a": 1.0, "b": 3.0, "c": 2.0}) == {"b": "best", "c": "second"}
-    assert ranks({"a": 3.0, "b": 3.0, "c": 2.0}) == {"a": "best", "b": "best"}
-    assert ranks({"a": 3.0, "b": 2.0, "c": 2.0}) == {"a": "best", "b": "second", "c": "second"}
-    assert ranks({"a": 3.0}) == {}
-
-
-def test_the_papers_own_figures_give_the_papers_own_marks() -> None:
-    """Fed to the main table as results of one seed; the marks below were read off the paper."""
-    spec = load_spec(ROOT / "recipes/paper/iid.yaml")
-    cells = expand(spec)
-    finished: dict[str, Any] = {}
-    for cell in cells:
-        entries = [e for e in paper_results()["results"] if e["table"] == "main_iid" and e["model"] == cell.spec.model]
-        scores = {e["score"]: e["values"][cell.variant.method] for e in entries if e["task"] == cell.spec.task}
-        if all(scores.values()):
-            values = {name: value[0] for name, value in scores.items()}
-            finished[cell.first()[0].id] = summary(*values.values(), names=list(values))
-    vision, language = make_tables(gather(spec, cells, finished))
-    assert [c.label for c in vision.columns] == ["CIFAR-100", "Food-101", "Tiny-ImageNet"]
-    assert [c.label for c in language.columns] == [
-        "20 Newsgroups", "MNLI-m", "MNLI-mm", "SQuAD v2.0, EM", "SQuAD v2.0, F1",
-    ]  # fmt: skip
-    marks = {
-        (row.model, row.name): "".join((cell.mark or "-")[0] for cell in row.cells)
-        for row in (*vision.rows, *language.rows)
-    }
-    assert {key: value for key, value in marks.items() if value.strip("-")} == {
-        ("ViT-Tiny", "CoeF-D"): "bsb", ("ViT-Tiny", "CoeF-J"): "sbs",
-        ("ViT-Base", "CoeF-D"): "bbb", ("ViT-Base", "CoeF-J"): "sbs",
-        ("DistilRoBERTa", "CoeF-D"): "sssss", ("DistilRoBERTa", "CoeF-J"): "bbbbb",
-        ("RoBERTa", "CoeF-D"): "sbsss", ("RoBERTa", "CoeF-J"): "bbbbb",
-    }  # fmt: skip
-    text = latex(language)
-    assert r"\multicolumn{2}{c}{\textbf{SQuAD v2.0}}" in text and r"\cmidrule(lr){6-7}" in text
-    gas = next(line for line in text.splitlines() if line.startswith(" & GAS"))
-    assert gas.endswith(r"& -- & -- \\") and r"38.9* \textcolor{gray}{[38.9\,{\tiny$\pm$\,2.5}]}" in gas
-    assert r"\underline{79.7}*" in text and r"\cmidrule(l){2-7}" in text
-    compile_latex(text)
-
-
-def compile_latex(table: str) -> None:
-    """Check the structure: every row of the body has the same number of columns, every group is closed."""
-    begin = re.search(r"\\begin\{tabular\}\{([^}]*)\}", table)
-    assert begin is not None
-    for line in table.splitlines():
-        if line.endswith(r"\\"):
-            spans = [int(n) for n in re.findall(r"\\multicolumn\{(\d+)\}", line)]
-            cells = len(re.findall(r"(?<!\\)&", line)) + 1
-            assert cells + sum(n - 1 for n in spans) == len(begin[1].split())
-        assert line.count("{") - line.count(r"\{") == line.count("}") - line.count(r"\}")
-    if shutil.which("pdflatex"):
-        packages = r"\documentclass{article}\usepackage{booktabs,multirow,xcolor}"
-        page = rf"{packages}\begin{{document}}{table}\end{{document}}"
-        with tempfile.TemporaryDirectory() as folder:
-            command = ["pdflatex", "-halt-on-error", "-output-directory", folder]
-            done = subprocess.run(command, input=page, text=True, capture_output=True)
-        assert done.returncode == 0, done.stdout[-500:]
-
-
-def test_means_and_deviations() -> None:
-    cells = cells_of(learning_rates=[0.1], splits=[{"partition": "iid"}, {"partition": "dirichlet", "name": "a|b"}])
-    runs = [run for cell in cells[:2] for run in [*cell.first(), *cell.later(0.1)]]
-    values = [70.0, 72.0, 74.0, 80.0, 81.0]  # the last seed is missing
-    finished = {run.id: summary(value) for run, value in zip(runs, values, strict=False)}
-    (table,) = make_tables(gather(parse_spec(content(), "t"), cells, finished))
-    lines = markdown(table).splitlines()
-    assert lines[0] == "**CIFAR-100, ViT cut after block 2**"
-    assert lines[2] == "| Model | Method | iid | a\\|b |"
-    assert lines[4] == "| ViT | Gradient reuse (w/o comp.) | 72.0 ± 2.0 |  |"
-    assert lines[5] == "| ViT | CoeF-D | 80.5 ± 0.7\\* |  |"  # the sample's: sqrt(0.5)
-    compile_latex(latex(table))
-
-
-def test_cuts_and_splits_become_columns() -> None:
-    spec = load_spec(ROOT / "recipes/paper/hessian.yaml")
-    (table,) = make_tables(gather(spec, expand(spec), {}))
-    assert [c.label for c in table.columns] == [
-        "cut 1, IID", "cut 1, non-IID", "cut 4, IID", "cut 4, non-IID", "cut 8, IID", "cut 8, non-IID",
-    ]  # fmt: skip
-    assert table.caption == "CIFAR-100, ViT-Tiny" and table.rows[0].name == "GGN"
-    assert markdown(table).splitlines()[4] == "| ViT-Tiny | GGN | [84.8] | [46.3] | [84.5] | [19.4] | [83.0] | [7.8] |"
-    compile_latex(latex(table))
-
-
-def test_the_report(tmp_path: Path) -> None:
-    spec = parse_spec(content(title="<b>ours</b>", learning_rates=[0.1, 0.2], seeds=[0]), "t")
-    cells = expand(spec)
-    finished = {run.id: summary(50.0 + i) for i, run in enumerate([*cells[0].first(), *cells[1].first()])}
-    finished[cells[1].first()[1].id]["scores"]["accuracy"] = float("nan")
-    probed = tmp_path / "runs" / cells[0].first()[1].id
-    probed.mkdir(parents=True)
-    point = {
-        "round": 2,
-        "update": 1,
-        "displacement": 1.0,
-        "best_lambda": None,
-        "helped_share": None,
-        "surrogate_above": True,
-    }
-    point |= {"stale_cosine": 0.5, "stale_error": 0.5, "compensated_cosine": 0.75, "compensated_error": 0.25}
-    (probed / "staleness.json").write_text(json.dumps([point]))
-    write_report(spec, cells, tmp_path, tmp_path / "runs", finished)
-    rows = parquet.read_table(tmp_path / "results.parquet").to_pylist()
-    assert [(row["method"], row["learning_rate"], row["chosen"]) for row in rows] == [
-        ("reuse", 0.1, False), ("reuse", 0.2, True), ("coef_d", 0.1, True), ("coef_d", 0.2, False),
-    ]  # fmt: skip
-    assert [row["value"] for row in rows[:3]] == [50.0, 51.0, 52.0]
-    results = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
-    assert [s["scores"]["accuracy"]["mean"] for s in results["settings"]] == [51.0, 52.0]
-    page = (tmp_path / "report.html").read_text()
-    assert "<h1>&lt;b&gt;ours&lt;/b&gt;</h1>" in page and "<b>" not in page
-    assert not re.search(r"(src|href)\s*=|@import|url\(|https?://(?!www\.w3\.org/2000/svg)", page)
-    data = json.loads(re.findall(r'id="data">(.*?)</script>', page)[0], parse_constant=pytest.fail)
-    assert [(chart["y"], next(iter(chart["lines"].values()))) for chart in data["charts"]] == [
-        ("accuracy", [[2, 3.0, 51.0]]),
-        ("cosine with the fresh gradient", [[2, None, 0.75]]),
-        ("error relative to the fresh gradient", [[2, None, 0.25]]),
-    ]
-    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == [
-        "cifar-100-vit-iid-cut-2-staleness.png", "cifar-100-vit-iid-cut-2.png",
-    ]  # fmt: skip
-
-
-def test_a_diverged_seed_does_not_break_the_report() -> None:
-    score = Score("perplexity", (math.nan, 12.0), None)
-    assert math.isnan(score.std or 0.0) and Score("accuracy", (1.0, 3.0), None).std == pytest.approx(2**0.5)
 
 
 # ---- With the real worker ----

@@ -1,13 +1,10 @@
-"""What crosses the cut: unpadded, in a chosen dtype, in memory or in a file, metered as it is sent."""
+"""What crosses the cut: without padding, in a chosen dtype, metered as it is sent."""
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 from transformers import (
     ConvBertConfig,
     ConvBertForSequenceClassification,
@@ -17,26 +14,15 @@ from transformers import (
 )
 
 from hf_coefsfl import METHODS, SplitFedConfig, split_model
-from hf_coefsfl.federation.batches import _own
 from hf_coefsfl.methods import make_method
 from hf_coefsfl.methods.parts.auxiliary import example_smashed
 from hf_coefsfl.protocol.link import LocalLink
 from hf_coefsfl.protocol.messages import Feedback, SmashedData
-from hf_coefsfl.protocol.packing import EXCHANGE_DTYPES, Exchange, Store
+from hf_coefsfl.protocol.packing import EXCHANGE_DTYPES, Store
 from hf_coefsfl.protocol.padding import ignores_padding, kept_positions
-from tests.support.federated import images, same, texts, tiny_bert, trainer, weights
+from tests.support.federated import same, texts, tiny_bert, trainer, weights
+from tests.support.packed import packed, texts_run, values
 from tests.support.toy import CAUSAL, CLASSIFICATION, SPANS, TOKENS, toy_sides
-
-
-def packed(store: Store, message: Any, kept: torch.Tensor | None = None) -> Exchange[Any]:
-    exchange: Exchange[Any] = Exchange(store)
-    exchange.append(message, kept)
-    return exchange
-
-
-def values(scale: float = 1.0, seed: int = 0) -> torch.Tensor:
-    return scale * torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(seed))
-
 
 # ---- Dtypes ----
 
@@ -123,14 +109,6 @@ def test_models_that_read_padding_are_found() -> None:
         assert ignores_padding(split.server, example_smashed(split)) is expected
 
 
-def texts_run(folder: Path, **changes: Any) -> Any:
-    """Train on padded texts; not evaluated."""
-    changes = {"num_rounds": 2, "warmup_rounds": 0, "num_clients": 4, **changes}
-    run = trainer(folder, model=tiny_bert(), **({"data": texts(48), "eval_dataset": texts(8)} | changes))
-    run.train()
-    return run
-
-
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_without_padding_nothing_changes_but_the_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
@@ -179,68 +157,6 @@ def test_what_a_classifier_pools_by_is_sent() -> None:
         kept_positions(SmashedData(torch.zeros(1, 4, 3), context, {"labels": torch.tensor([0])}), CLASSIFICATION)
         is None
     )
-
-
-# ---- Memory and files ----
-
-
-def test_files_beyond_the_limit(tmp_path: Path) -> None:
-    size = values().numel() * 4
-    store = Store(memory_limit=2 * size, folder=tmp_path)
-    exchange: Exchange[Feedback] = Exchange(store)
-    descriptors = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
-    for seed in range(6):
-        exchange.append(Feedback(values(seed=seed)))
-    assert store.in_memory == 2 * size and store.on_disk >= 4 * size
-    assert list(tmp_path.iterdir()) == []  # the file has no name that could be left behind
-    for seed in (5, 0, 3, 1, 2, 4):
-        assert torch.equal(exchange[seed].gradient, values(seed=seed))
-    held = exchange[5].gradient
-    del exchange, store
-    assert torch.equal(held, values(seed=5))  # still mapped
-    del held
-    if descriptors:
-        assert len(os.listdir("/proc/self/fd")) == descriptors
-
-
-@pytest.mark.parametrize("dtype", EXCHANGE_DTYPES)
-def test_a_limit_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    stores: list[Store] = []
-    monkeypatch.setattr("hf_coefsfl.federation.schedule.Store", lambda *args: stores.append(Store(*args)) or stores[-1])
-    free = texts_run(tmp_path / "free", exchange_dtype=dtype)
-    assert stores and not any(store.on_disk for store in stores)
-    stores.clear()
-    limited = texts_run(tmp_path / "limited", exchange_dtype=dtype, exchange_memory_limit="1KB")
-    assert stores and all(store.on_disk and store.in_memory <= 1000 for store in stores)
-    assert same(weights(free), weights(limited)) and free.ledger.entries == limited.ledger.entries
-    assert not [path for path in (tmp_path / "limited").iterdir() if path.suffix != ".json"]
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            packed(Store(memory_limit=0, folder=tmp_path), Feedback(values()))
-            os.write(writer, b"x")
-            signal.pause()
-        finally:
-            os._exit(1)
-    os.close(writer)
-    assert os.read(reader, 1) == b"x"
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_full_disk_is_told(tmp_path: Path) -> None:
-    if not Path("/dev/full").exists():
-        pytest.skip("there is no /dev/full here")
-    store = Store(memory_limit=0, folder=tmp_path)
-    store._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
-    with pytest.raises(OSError, match="space"):
-        store.place(values())
 
 
 # ---- Metering ----
@@ -324,65 +240,3 @@ def test_changed_weights_need_a_new_pass() -> None:
         next(client.half.parameters()).mul_(2)
     client.smash(0)
     assert client.displacement(0).abs().max() > 0
-
-
-# ---- Fetching data ----
-
-
-class Lost(Exception):
-    """An exception that cannot be sent to another process."""
-
-    def __init__(self, text: str):
-        super().__init__(text)
-        self.handle = lambda: text
-
-
-class Noisy(Dataset):  # type: ignore[type-arg]
-    """Images with random noise, one of which cannot be read where `broken` says so."""
-
-    def __init__(self, broken: int | None = None, odd: bool = False, dies: bool = False):
-        self.rows, self.broken, self.odd, self.dies = images(36), broken, odd, dies
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        if i == self.broken and self.dies:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if i == self.broken:
-            raise Lost("this image is gone") if self.odd else OSError("this image is gone")
-        row = self.rows[i]
-        return {"pixel_values": row["pixel_values"] + torch.randn(1, 8, 8), "labels": row["labels"]}
-
-
-def test_workers_change_no_bit(tmp_path: Path) -> None:
-    options = {"num_rounds": 2, "warmup_rounds": 0, "num_clients": 3, "participation": 1.0, "method": "reuse"}
-    runs = [trainer(tmp_path / str(n), data=Noisy(), dataloader_num_workers=n, **options) for n in (0, 2)]
-    for run in runs:
-        run.train()
-    assert same(weights(runs[0]), weights(runs[1]))
-
-
-@pytest.mark.parametrize("odd", [False, True])
-def test_what_a_worker_meets_is_the_clients_failure(tmp_path: Path, odd: bool) -> None:
-    options = {"num_rounds": 1, "warmup_rounds": 0, "num_clients": 3, "participation": 1.0, "method": "reuse"}
-    run = trainer(tmp_path, data=Noisy(5, odd), dataloader_num_workers=1, on_client_failure="skip", **options)
-    run.train()
-    assert [e["failure"] for e in run.ledger.entries if "failure" in e] == [
-        "RuntimeError: Lost: this image is gone" if odd else "OSError: this image is gone"
-    ]
-
-
-def test_a_dead_worker_does_not_end_the_run(tmp_path: Path) -> None:
-    options = {"num_rounds": 2, "warmup_rounds": 0, "num_clients": 3, "participation": 1.0, "method": "reuse"}
-    run = trainer(tmp_path, data=Noisy(5, dies=True), dataloader_num_workers=1, on_client_failure="skip", **options)
-    run.train()
-    failed = [[e["client"] for e in run.ledger.entries if "failure" in e and e["round"] == r] for r in (1, 2)]
-    # The client whose data it was, and the one whose batches were asked for when the worker, ahead of it, died.
-    assert all(1 <= len(clients) <= 2 for clients in failed)
-
-
-def test_workers_leave_no_files_open() -> None:
-    shared = torch.zeros(3).share_memory_()
-    own = _own({"x": shared, "n": 3})
-    assert not own["x"].is_shared() and torch.equal(own["x"], shared) and own["n"] == 3

@@ -13,6 +13,7 @@ from transformers import BertConfig, BertForSequenceClassification, ViTConfig, V
 from hf_coefsfl import SplitFedConfig, SplitFedTrainer
 
 CLASSES = 3
+D = 5 * 16  # values of one sample's smashed data in tiny_vit: 4 patches and the class token, 16 features
 # Options that make the expensive methods quick; what they compute is tested elsewhere.
 FEWER_PASSES = {"hutchinson": {"num_probes": 2}, "ggn": {"rank": 2, "num_iterations": 3}}
 

@@ -1,4 +1,4 @@
-"""Runs for `test_distributed.py` to launch: `launched.py FOLDER [--resume NAME] [--kill NAME] [--whole]`.
+"""Runs for `tests/trainer/test_distributed.py` to launch: `launched.py FOLDER [--resume NAME] [--kill NAME] [--whole]`.
 
 Every case is trained, evaluated and used for predictions, one after the other, and leaves its results in FOLDER. A run
 of `INTERRUPTED` is resumed before that, and another one is begun at the end, in the midst of which a process dies.

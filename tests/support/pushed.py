@@ -1,4 +1,4 @@
-"""Runs that push to a local Hub over HTTP, for `test_hub.py` to start: what came out goes to result.json."""
+"""Runs that push to a local Hub over HTTP, for `tests/trainer/test_hub.py` to start: results go to result.json."""
 
 # ruff: noqa: E402 - huggingface_hub reads the environment when it is imported
 

@@ -1,0 +1,176 @@
+"""Tables and the report of a comparison."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow import parquet
+
+from hf_coefsfl.compare import Cell, expand, load_spec, parse_spec, write_report
+from hf_coefsfl.compare.paper import paper_results, paper_value
+from hf_coefsfl.compare.render.table_formats import latex, markdown
+from hf_coefsfl.compare.render.tables import make_tables, ranks
+from hf_coefsfl.compare.results import Score, gather
+from tests.support.comparisons import cells_of, content, summary
+from tests.support.paths import ROOT
+
+
+def papers_cell(**changes: Any) -> Cell:
+    task = {"task": "cifar100", "model": "ViT-Tiny", "model_name_or_path": "WinKawaks/vit-tiny-patch16-224", "cut": 4}
+    spec = {"settings": {}, "tasks": [task | changes], "methods": ["coef_d"], "learning_rates": [1e-3], "seeds": [0]}
+    return expand(parse_spec(spec, "test"))[0]
+
+
+def test_the_papers_value_stands_beside_the_papers_setting_only() -> None:
+    value = paper_value(papers_cell(), "accuracy")
+    assert value is not None and (value.mean, value.std) == (84.5, 0.2)
+    assert paper_value(papers_cell(model_name_or_path="copies/vit-tiny-patch16-224"), "accuracy") == value
+    skewed = {"partition": "dirichlet", "dirichlet_alpha": 0.1}
+    other = paper_value(papers_cell(**skewed), "accuracy")
+    assert other is not None and other.mean == 67.3
+    single = paper_value(papers_cell(**skewed), "accuracy", ["approx"])
+    assert single is not None and (single.mean, single.std) == (69.1, None)
+    for change in (
+        {"num_rounds": 10}, {"participation": 0.2}, {"num_clients": 20}, {"cut": 3}, {"max_train_samples": 500},
+        {"model_name_or_path": "vit-micro"}, {"dataset_name": "cifar100_small"}, {"learning_rates": [1e-2]},
+        {"methods": [{"method": "coef_d", "method_kwargs": {"compensation_factor": 1.0}}]}, {"model": "vit"},
+        {"partition": "dirichlet", "dirichlet_alpha": 0.5}, {"head": "lora"}, {"lora_rank": 8},
+    ):  # fmt: skip
+        assert paper_value(papers_cell(**change), "accuracy") is None, change
+
+
+def test_best_and_second_best() -> None:
+    assert ranks({"a": 1.0, "b": 3.0, "c": 2.0}) == {"b": "best", "c": "second"}
+    assert ranks({"a": 3.0, "b": 3.0, "c": 2.0}) == {"a": "best", "b": "best"}
+    assert ranks({"a": 3.0, "b": 2.0, "c": 2.0}) == {"a": "best", "b": "second", "c": "second"}
+    assert ranks({"a": 3.0}) == {}
+
+
+def test_the_papers_own_figures_give_the_papers_own_marks() -> None:
+    """Fed to the main table as results of one seed; the marks below were read off the paper."""
+    spec = load_spec(ROOT / "recipes/paper/iid.yaml")
+    cells = expand(spec)
+    finished: dict[str, Any] = {}
+    for cell in cells:
+        entries = [e for e in paper_results()["results"] if e["table"] == "main_iid" and e["model"] == cell.spec.model]
+        scores = {e["score"]: e["values"][cell.variant.method] for e in entries if e["task"] == cell.spec.task}
+        if all(scores.values()):
+            values = {name: value[0] for name, value in scores.items()}
+            finished[cell.first()[0].id] = summary(*values.values(), names=list(values))
+    vision, language = make_tables(gather(spec, cells, finished))
+    assert [c.label for c in vision.columns] == ["CIFAR-100", "Food-101", "Tiny-ImageNet"]
+    assert [c.label for c in language.columns] == [
+        "20 Newsgroups", "MNLI-m", "MNLI-mm", "SQuAD v2.0, EM", "SQuAD v2.0, F1",
+    ]  # fmt: skip
+    marks = {
+        (row.model, row.name): "".join((cell.mark or "-")[0] for cell in row.cells)
+        for row in (*vision.rows, *language.rows)
+    }
+    assert {key: value for key, value in marks.items() if value.strip("-")} == {
+        ("ViT-Tiny", "CoeF-D"): "bsb", ("ViT-Tiny", "CoeF-J"): "sbs",
+        ("ViT-Base", "CoeF-D"): "bbb", ("ViT-Base", "CoeF-J"): "sbs",
+        ("DistilRoBERTa", "CoeF-D"): "sssss", ("DistilRoBERTa", "CoeF-J"): "bbbbb",
+        ("RoBERTa", "CoeF-D"): "sbsss", ("RoBERTa", "CoeF-J"): "bbbbb",
+    }  # fmt: skip
+    text = latex(language)
+    assert r"\multicolumn{2}{c}{\textbf{SQuAD v2.0}}" in text and r"\cmidrule(lr){6-7}" in text
+    gas = next(line for line in text.splitlines() if line.startswith(" & GAS"))
+    assert gas.endswith(r"& -- & -- \\") and r"38.9* \textcolor{gray}{[38.9\,{\tiny$\pm$\,2.5}]}" in gas
+    assert r"\underline{79.7}*" in text and r"\cmidrule(l){2-7}" in text
+    compile_latex(text)
+
+
+def compile_latex(table: str) -> None:
+    """Check the structure: every row of the body has the same number of columns, every group is closed."""
+    begin = re.search(r"\\begin\{tabular\}\{([^}]*)\}", table)
+    assert begin is not None
+    for line in table.splitlines():
+        if line.endswith(r"\\"):
+            spans = [int(n) for n in re.findall(r"\\multicolumn\{(\d+)\}", line)]
+            cells = len(re.findall(r"(?<!\\)&", line)) + 1
+            assert cells + sum(n - 1 for n in spans) == len(begin[1].split())
+        assert line.count("{") - line.count(r"\{") == line.count("}") - line.count(r"\}")
+    if shutil.which("pdflatex"):
+        packages = r"\documentclass{article}\usepackage{booktabs,multirow,xcolor}"
+        page = rf"{packages}\begin{{document}}{table}\end{{document}}"
+        with tempfile.TemporaryDirectory() as folder:
+            command = ["pdflatex", "-halt-on-error", "-output-directory", folder]
+            done = subprocess.run(command, input=page, text=True, capture_output=True)
+        assert done.returncode == 0, done.stdout[-500:]
+
+
+def test_means_and_deviations() -> None:
+    cells = cells_of(learning_rates=[0.1], splits=[{"partition": "iid"}, {"partition": "dirichlet", "name": "a|b"}])
+    runs = [run for cell in cells[:2] for run in [*cell.first(), *cell.later(0.1)]]
+    values = [70.0, 72.0, 74.0, 80.0, 81.0]  # the last seed is missing
+    finished = {run.id: summary(value) for run, value in zip(runs, values, strict=False)}
+    (table,) = make_tables(gather(parse_spec(content(), "t"), cells, finished))
+    lines = markdown(table).splitlines()
+    assert lines[0] == "**CIFAR-100, ViT cut after block 2**"
+    assert lines[2] == "| Model | Method | iid | a\\|b |"
+    assert lines[4] == "| ViT | Gradient reuse (w/o comp.) | 72.0 ± 2.0 |  |"
+    assert lines[5] == "| ViT | CoeF-D | 80.5 ± 0.7\\* |  |"  # the sample's: sqrt(0.5)
+    compile_latex(latex(table))
+
+
+def test_cuts_and_splits_become_columns() -> None:
+    spec = load_spec(ROOT / "recipes/paper/hessian.yaml")
+    (table,) = make_tables(gather(spec, expand(spec), {}))
+    assert [c.label for c in table.columns] == [
+        "cut 1, IID", "cut 1, non-IID", "cut 4, IID", "cut 4, non-IID", "cut 8, IID", "cut 8, non-IID",
+    ]  # fmt: skip
+    assert table.caption == "CIFAR-100, ViT-Tiny" and table.rows[0].name == "GGN"
+    assert markdown(table).splitlines()[4] == "| ViT-Tiny | GGN | [84.8] | [46.3] | [84.5] | [19.4] | [83.0] | [7.8] |"
+    compile_latex(latex(table))
+
+
+def test_the_report(tmp_path: Path) -> None:
+    spec = parse_spec(content(title="<b>ours</b>", learning_rates=[0.1, 0.2], seeds=[0]), "t")
+    cells = expand(spec)
+    finished = {run.id: summary(50.0 + i) for i, run in enumerate([*cells[0].first(), *cells[1].first()])}
+    finished[cells[1].first()[1].id]["scores"]["accuracy"] = float("nan")
+    probed = tmp_path / "runs" / cells[0].first()[1].id
+    probed.mkdir(parents=True)
+    point = {
+        "round": 2,
+        "update": 1,
+        "displacement": 1.0,
+        "best_lambda": None,
+        "helped_share": None,
+        "surrogate_above": True,
+    }
+    point |= {"stale_cosine": 0.5, "stale_error": 0.5, "compensated_cosine": 0.75, "compensated_error": 0.25}
+    (probed / "staleness.json").write_text(json.dumps([point]))
+    write_report(spec, cells, tmp_path, tmp_path / "runs", finished)
+    rows = parquet.read_table(tmp_path / "results.parquet").to_pylist()
+    assert [(row["method"], row["learning_rate"], row["chosen"]) for row in rows] == [
+        ("reuse", 0.1, False), ("reuse", 0.2, True), ("coef_d", 0.1, True), ("coef_d", 0.2, False),
+    ]  # fmt: skip
+    assert [row["value"] for row in rows[:3]] == [50.0, 51.0, 52.0]
+    results = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
+    assert [s["scores"]["accuracy"]["mean"] for s in results["settings"]] == [51.0, 52.0]
+    page = (tmp_path / "report.html").read_text()
+    assert "<h1>&lt;b&gt;ours&lt;/b&gt;</h1>" in page and "<b>" not in page
+    assert not re.search(r"(src|href)\s*=|@import|url\(|https?://(?!www\.w3\.org/2000/svg)", page)
+    data = json.loads(re.findall(r'id="data">(.*?)</script>', page)[0], parse_constant=pytest.fail)
+    assert [(chart["y"], next(iter(chart["lines"].values()))) for chart in data["charts"]] == [
+        ("accuracy", [[2, 3.0, 51.0]]),
+        ("cosine with the fresh gradient", [[2, None, 0.75]]),
+        ("error relative to the fresh gradient", [[2, None, 0.25]]),
+    ]
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == [
+        "cifar-100-vit-iid-cut-2-staleness.png", "cifar-100-vit-iid-cut-2.png",
+    ]  # fmt: skip
+
+
+def test_a_diverged_seed_does_not_break_the_report() -> None:
+    score = Score("perplexity", (math.nan, 12.0), None)
+    assert math.isnan(score.std or 0.0) and Score("accuracy", (1.0, 3.0), None).std == pytest.approx(2**0.5)

@@ -1,0 +1,71 @@
+"""Options of a deployment: what is refused before anything starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_coefsfl.flower.server import serve
+from hf_coefsfl.flower.wire import header_of
+from tests.support.deployed import LocalGrid, Site
+from tests.support.federated import same, weights
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"task": "x"}, "task='x' is not known"),
+        ({"min_clients": 0}, "min_clients=0 must be a whole number of at least 1"),
+        ({"round_timeout": 0}, "round_timeout=0 must be a number of seconds above 0"),
+        ({"over_sampling": -0.1}, "over_sampling=-0.1 must be a share of at least 0"),
+        ({"chunk_size": "x"}, "chunk_size='x' is no size"),
+        ({"method": "fsl_sage"}, "method='fsl_sage' cannot be deployed"),
+        ({"method": "x"}, "Unknown method 'x'"),
+        ({"staleness_probe": 1}, "staleness_probe=1 cannot be deployed: it needs both sides in one process"),
+        ({"client_dropout_rate": 0.5}, "real clients drop out by themselves"),
+        ({"hub_token": "hf_x"}, "would go to every client"),
+        ({"strange": 1}, "unrecognized arguments: --strange"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_starts(site: Site, change: dict[str, Any], reason: str) -> None:
+    config = site.run_config(**change)
+    with pytest.raises(ValueError, match=reason):
+        serve(LocalGrid(config, []), config)
+
+
+def test_a_round_that_could_change_nothing(site: Site) -> None:
+    with pytest.raises(ValueError, match="A round would ask 1 of 2 clients"):
+        site.deployed(participation=0.5, min_clients=2)
+
+
+def test_a_learning_rate_that_warms_up(site: Site) -> None:
+    """It is 0 in the first round."""
+    options = {"lr_scheduler_type": "linear", "warmup_steps": 1}
+    deployed, _ = site.deployed(**options)
+    assert same(weights(deployed), weights(site.simulated(**options)))
+    assert not [e for e in deployed.ledger.entries if "failure" in e]
+
+
+def test_flower_itself_fails(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No client is blamed, nothing is averaged or saved, and the run can be started again."""
+    pull, folder = LocalGrid.pull_messages, site.new_folder("deployed")
+
+    def failing(self: LocalGrid, numbers: Any) -> Any:
+        found = pull(self, numbers)
+        if any(header_of(reply.content).get("round") == 1 for reply in found):
+            raise ConnectionError("the SuperLink is gone")
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalGrid, "pull_messages", failing)
+        with pytest.raises(ConnectionError, match="the SuperLink is gone"):
+            site.deployed(output_dir=folder)
+    assert not (Path(folder) / "checkpoint-2").exists()
+    trainer, _ = site.deployed(output_dir=folder)
+    assert same(weights(trainer), weights(site.simulated()))
+
+
+def test_nobody_comes(site: Site) -> None:
+    config = site.run_config(start_timeout=1.0)
+    with pytest.raises(ValueError, match="0 of at least 1 clients came within 1 s"):
+        serve(LocalGrid(config, []), config)
