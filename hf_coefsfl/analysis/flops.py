@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ..methods import Method
+from ..methods.parts.math_attention import differentiable_attention
 from ..protocol.client_side import ClientSide
 from ..protocol.link import LocalLink
 from ..protocol.messages import Message, SmashedData
@@ -194,6 +196,34 @@ class CountedLink(LocalLink):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         state = [t for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor)]
         return sum(map(nbytes, (*gradients, *state)))
+
+
+class RoundFlops:
+    """Repeats one client's round under a counter, every round if enabled, and keeps what the last one took."""
+
+    def __init__(self, enabled: bool):
+        self.enabled = enabled
+        self.gflops: dict[str, float] = {}  # of each side, per sample
+
+    def due(self, round_index: int) -> bool:
+        """Return whether this round is counted."""
+        return self.enabled
+
+    def examine(self, method: Method, client: ClientSide, server: ServerSide, num_samples: int) -> dict[str, float]:
+        """Return the GFLOPs of each side, per sample."""
+        method = copy.deepcopy(method)  # the run's own keeps its state
+        counter = OperationCounter()
+        with differentiable_attention(), counter:  # a fused attention would not be seen
+            method.round(CountedLink(method, client, counter), server)
+        return {f"{side}_gflops": flops / 1e9 / num_samples for side, flops in counter.flops.items()}
+
+    def take(self, result: dict[str, float]) -> None:
+        """Keep the counts of a round."""
+        self.gflops = result
+
+    def summary(self, num_samples: int) -> dict[str, float]:
+        """Return the counts per sample, and for all samples of a round."""
+        return self.gflops | {f"{name}_per_round": value * num_samples for name, value in self.gflops.items()}
 
 
 class CountedServer(ServerSide):

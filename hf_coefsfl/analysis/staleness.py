@@ -49,6 +49,32 @@ def check_probe(method: Method) -> None:
         )
 
 
+class StalenessProbe:
+    """Probes every so many rounds after the warm-up (0: never), and keeps the points of all of them."""
+
+    def __init__(self, every: int, warmup_rounds: int):
+        self.every, self.warmup_rounds = every, warmup_rounds
+        self.points: list[ProbePoint] = []
+
+    def due(self, round_index: int) -> bool:
+        """Return whether this round is probed."""
+        since = round_index - self.warmup_rounds
+        return bool(self.every) and since >= 0 and since % self.every == 0
+
+    def examine(self, method: Method, client: ClientSide, server: ServerSide, num_samples: int) -> list[ProbePoint]:
+        """Return the points of one client's round."""
+        assert isinstance(method, GradientReuse)
+        return probe_staleness(method, client, server)
+
+    def take(self, result: list[ProbePoint]) -> None:
+        """Append the points of a round."""
+        self.points += result
+
+    def of_round(self, round_index: int) -> list[ProbePoint]:
+        """Return the points of a round; none if it was not probed."""
+        return [point for point in self.points if point.round == round_index + 1]
+
+
 def probe_staleness(method: GradientReuse, client: ClientSide, server: ServerSide) -> list[ProbePoint]:
     """Repeat a client's local updates from the round-initial weights of both sides. Leaves the client's changed."""
     smashed = client.exchange()

@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..analysis.staleness import ProbePoint
 from ..config import SplitFedConfig
 from ..methods import Method
 from ..methods.base import ClientState
@@ -61,8 +60,6 @@ class ServerRounds:
         self.methods = MethodSchedule(args)
         self.set_up_method()
         self.update_norm = 0.0  # of the last round's average
-        self.staleness: list[ProbePoint] = []  # what `args.staleness_probe` measured
-        self.gflops: dict[str, float] = {}  # of each side and sample in the last round, if `args.count_flops`
 
     @property
     def method(self) -> Method:

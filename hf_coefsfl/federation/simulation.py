@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from tqdm.auto import tqdm
 
-from ..analysis.flops import CountedLink, OperationCounter
-from ..analysis.staleness import probe_staleness
 from ..config import SplitFedConfig
-from ..methods import GradientReuse
-from ..methods.parts.math_attention import differentiable_attention
+from ..methods import Method
 from ..protocol.client_side import ClientSide
 from ..protocol.link import LocalLink, synchronize
 from ..protocol.loss import LossSpec
@@ -32,6 +28,19 @@ from .schedule import set_mode
 from .server import ServerRounds
 
 
+class Observer(Protocol):
+    """Measures the first sampled client of a round beside the training, which sees nothing of it."""
+
+    def due(self, round_index: int) -> bool:
+        """Return whether this round is measured."""
+
+    def examine(self, method: Method, client: ClientSide, server: ServerSide, num_samples: int) -> Any:
+        """Return what was measured, for `take`. Both sides stand at the round-initial weights and may be changed."""
+
+    def take(self, result: Any) -> None:
+        """Take up a measurement. Called in every process; one of them has measured."""
+
+
 class Simulation(ServerRounds):
     """Clients and their server sides as objects in this process; the clients of a round are spread over processes."""
 
@@ -43,9 +52,11 @@ class Simulation(ServerRounds):
         collate: Callable[[list[Any]], dict[str, Any]],
         args: SplitFedConfig,
         accelerator: Accelerator,
+        observers: Sequence[Observer] = (),
     ):
         super().__init__(split, loss_spec, federation, args, accelerator)
         self.federation = federation
+        self.observers = observers
         self.data = ClientData(federation, collate, loss_spec, args)
 
     def close(self) -> None:
@@ -62,7 +73,8 @@ class Simulation(ServerRounds):
         initial = flatten(parameters)
         trained: dict[int, torch.Tensor] = {}
         reports: dict[int, ClientReport] = {}
-        known = len(self.staleness)
+        observers = [observer for observer in self.observers if observer.due(round_index)]
+        results: list[Any] = [None] * len(observers)
         for half in (self.split.client, self.split.server):
             set_mode(half, self.args)
         with preserved_random_state():
@@ -73,12 +85,14 @@ class Simulation(ServerRounds):
                 reports[client] = self._run_client(round_index, client, fetched, learning_rate)
                 trained[client] = flatten(parameters)
                 if client == clients[0] and reports[client].failure is None:
-                    self._examine(round_index, client, learning_rate, initial)
+                    results = [self._examine(o, round_index, client, learning_rate, initial) for o in observers]
                 for parameter in parameters:
                     parameter.grad = None
-        if self.args.staleness_probe or self.args.count_flops:  # measured by one process, logged by another
-            measured = [self.staleness[known:], self.gflops]
-            self.staleness[known:], self.gflops = broadcast_object_list(measured, owners[clients[0]])
+        if observers:  # one process has measured
+            broadcast_object_list(results, owners[clients[0]])
+        for observer, result in zip(observers, results, strict=True):
+            if result is not None:  # the first client did not fail
+                observer.take(result)
         reports = gather_reports(reports, self.accelerator)
         self.average(round_index, reports, trained, owners, initial)
         return reports
@@ -101,15 +115,13 @@ class Simulation(ServerRounds):
                 raise
             return ClientReport.of_absent(f"{type(error).__name__}: {error}", size)
 
-    def _examine(self, round_index: int, client: int, learning_rate: float, initial: torch.Tensor) -> None:
-        """Measure staleness and count operations on one client, where asked for; the weights are left changed."""
-        parameters = self.parameters
-        if self._is_probed(round_index):
-            unflatten_(parameters, initial)
-            self._probe(round_index, client, self.data.batches(round_index, client), learning_rate)
-        if self.args.count_flops:
-            unflatten_(parameters, initial)
-            self._count_operations(round_index, client, self.data.batches(round_index, client), learning_rate)
+    def _examine(
+        self, observer: Observer, round_index: int, client: int, learning_rate: float, initial: torch.Tensor
+    ) -> Any:
+        """Measure one client from the round-initial weights; the caller gives the weights back."""
+        unflatten_(self.parameters, initial)
+        sides = self._sides(round_index, client, self.data.batches(round_index, client), learning_rate)
+        return observer.examine(self.methods.of_round(round_index), *sides, self.federation.sizes[client])
 
     def _sides(
         self, round_index: int, client: int, batches: Batches, learning_rate: float
@@ -133,22 +145,3 @@ class Simulation(ServerRounds):
         synchronize(self.args.device)
         seconds = time.perf_counter() - start
         return ClientReport.of(link, server_side, seconds, self.federation.sizes[client])
-
-    def _is_probed(self, round_index: int) -> bool:
-        since = round_index - self.args.warmup_rounds
-        return bool(self.args.staleness_probe) and since >= 0 and since % self.args.staleness_probe == 0
-
-    def _probe(self, round_index: int, client: int, batches: Batches, learning_rate: float) -> None:
-        """Measure the staleness of one client's round; the caller gives the weights back."""
-        assert isinstance(self.method, GradientReuse)
-        self.staleness += probe_staleness(self.method, *self._sides(round_index, client, batches, learning_rate))
-
-    def _count_operations(self, round_index: int, client: int, batches: Batches, learning_rate: float) -> None:
-        """Repeat one client's round under a counter; the caller gives the weights back."""
-        method = copy.deepcopy(self.methods.of_round(round_index))  # what it keeps is none of the run's
-        client_side, server_side = self._sides(round_index, client, batches, learning_rate)
-        counter = OperationCounter()
-        with differentiable_attention(), counter:  # a fused attention would not be seen
-            method.round(CountedLink(method, client_side, counter), server_side)
-        samples = self.federation.sizes[client]
-        self.gflops = {f"{side}_gflops": flops / 1e9 / samples for side, flops in counter.flops.items()}

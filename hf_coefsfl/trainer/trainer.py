@@ -19,10 +19,11 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints
 
-from ..analysis.staleness import check_probe, load_probe, plot_probe, save_probe, summarize_probe
+from ..analysis.flops import RoundFlops
+from ..analysis.staleness import StalenessProbe, check_probe, load_probe, plot_probe, save_probe, summarize_probe
 from ..config import SplitFedConfig
 from ..federation.clients import Federation
-from ..federation.ledger import SUMMED, ClientReport, Ledger, summarize
+from ..federation.ledger import SUMMED, Ledger, summarize
 from ..federation.sampling import num_sampled
 from ..federation.server import Clients, ServerRounds
 from ..federation.simulation import Simulation
@@ -128,6 +129,8 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         self.clients: Clients | None = self.federation
         self.ledger = Ledger()
         self._reports: list[dict[str, float]] = []  # of the rounds since the last log
+        self.probe = StalenessProbe(args.staleness_probe, args.warmup_rounds)
+        self.flops = RoundFlops(args.count_flops)
         self._check_sides()
         self.rounds: ServerRounds | None = self._make_rounds()
 
@@ -188,7 +191,8 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         # Clients that share a dataset, or its columns, share what is looked at.
         for client in self.federation.examples():
             self._check_sample(collate(self.federation.rows(client, [0])))
-        return Simulation(self.split, self.loss_spec, self.federation, collate, self.args, self.accelerator)
+        observers = self.probe, self.flops
+        return Simulation(self.split, self.loss_spec, self.federation, collate, self.args, self.accelerator, observers)
 
     def _check_sample(self, batch: Any) -> None:
         missing = [name for name in self.label_names if name not in batch]
@@ -220,9 +224,7 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
             wrong = fault(Path(resume_from_checkpoint))
             if wrong is not None:
                 raise ValueError(f"The checkpoint {resume_from_checkpoint} cannot be resumed from: {wrong}.")
-        self.ledger, self._reports = Ledger(), []
-        if self.rounds is not None:
-            self.rounds.staleness = []
+        self.ledger, self._reports, self.probe.points = Ledger(), [], []
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -277,22 +279,16 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         reports = self.rounds.run_round(round_index, self._get_learning_rate(), progress)
         self.ledger.add(round_index, {self.clients.name(client): report for client, report in reports.items()})
         summary = summarize(reports)
-        probed = [point for point in self.rounds.staleness if point.round == round_index + 1]
-        self._reports.append(summary | (summarize_probe(probed) if probed else {}) | self._counted(reports))
+        probed = self.probe.of_round(round_index)
+        counted = self.flops.summary(sum(report.num_samples for report in reports.values()))
+        self._reports.append(summary | (summarize_probe(probed) if probed else {}) | counted)
         if self.args.should_save:
             folder = Path(self.args.output_dir or "")
             self.ledger.save(folder / LEDGER_NAME)
             if probed:
-                save_probe(self.rounds.staleness, folder / PROBE_NAME)
-                plot_probe(self.rounds.staleness, (folder / PROBE_NAME).with_suffix(".png"))
+                save_probe(self.probe.points, folder / PROBE_NAME)
+                plot_probe(self.probe.points, (folder / PROBE_NAME).with_suffix(".png"))
         return torch.tensor(summary.get("server_loss", math.nan), device=self.args.device)  # NaN: Trainer's mean
-
-    def _counted(self, reports: dict[int, ClientReport]) -> dict[str, float]:
-        """Return the GFLOPs of each side, per sample as counted on one client, and for all samples of the round."""
-        assert self.rounds is not None
-        samples = sum(report.num_samples for report in reports.values())
-        gflops = self.rounds.gflops
-        return gflops | {f"{name}_per_round": value * samples for name, value in gflops.items()}
 
     # ---- Logs and files ----
 
@@ -317,8 +313,8 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
             (folder / STATE_NAME).unlink(missing_ok=True)
             if state:
                 save_file({name: t.detach().contiguous().cpu() for name, t in state.items()}, folder / STATE_NAME)
-            if self.rounds.staleness:
-                save_probe(self.rounds.staleness, folder / PROBE_NAME)
+            if self.probe.points:
+                save_probe(self.probe.points, folder / PROBE_NAME)
         # Trainer takes adapter folders inside a checkpoint for further adapters and would load those.
         if not is_checkpoint(folder):
             save_halves(self.split, folder)
@@ -353,7 +349,7 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         self.ledger = Ledger.load(Path(resume_from_checkpoint) / LEDGER_NAME)
         if self.rounds is not None:
             probe, state = (Path(resume_from_checkpoint) / name for name in (PROBE_NAME, STATE_NAME))
-            self.rounds.staleness = load_probe(probe) if probe.exists() else []
+            self.probe.points = load_probe(probe) if probe.exists() else []
             self.rounds.set_up_method()
             if state.exists():
                 kept = load_file(state)  # to the CPU: safetensors does not know the device "cpu:0" of many processes

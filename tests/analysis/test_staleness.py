@@ -30,8 +30,8 @@ def test_training_is_bit_identical_with_and_without(tmp_path: Path, method: str)
 def test_every_second_round_and_its_files(tmp_path: Path) -> None:
     run = trainer(tmp_path, method="coef_d", staleness_probe=2, num_rounds=5, local_epochs=2)
     run.train()
-    assert sorted({point.round for point in run.rounds.staleness}) == [2, 4]
-    assert [point.update for point in run.rounds.staleness] == list(range(6)) * 2
+    assert sorted({point.round for point in run.probe.points}) == [2, 4]
+    assert [point.update for point in run.probe.points] == list(range(6)) * 2
     points = json.loads((tmp_path / "staleness.json").read_text())
     assert len(points) == 12 and points[0]["displacement"] == 0 and points[1]["displacement"] > 0
     assert (tmp_path / "staleness.png").read_bytes()[:4] == b"\x89PNG"
@@ -43,7 +43,7 @@ def test_resume_keeps_what_was_probed(tmp_path: Path) -> None:
     whole.train()
     resumed = trainer(tmp_path / "b", **changes)
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
-    assert whole.rounds.staleness == resumed.rounds.staleness and same(weights(whole), weights(resumed))
+    assert whole.probe.points == resumed.probe.points and same(weights(whole), weights(resumed))
 
 
 def test_first_update_is_fresh() -> None:
