@@ -22,12 +22,12 @@ quickstart: ## train a small split model from end to end, on a CPU in minutes
 test: ## run the tests (ARGS="-k partition" for some)
 	@$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal $(ARGS)
 
-lint: ## check style, formatting and types
-	@$(IN_VENV) sh -c 'failed=0; for check in "ruff check ." "ruff format --check ." mypy; do $$check || failed=1; done; exit $$failed'
+lint: ## check style, formatting, types and the direction of imports
+	@$(IN_VENV) sh -c 'failed=0; for check in "ruff check ." "ruff format --check ." mypy lint-imports; do $$check || failed=1; done; exit $$failed'
 
 format: ## sort imports, fix what can be fixed, format
 	@$(IN_VENV) sh -ec 'ruff check --fix .; ruff format .'
 
 clean: ## remove caches and build products, not the environment
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
