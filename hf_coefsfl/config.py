@@ -14,6 +14,7 @@ from torch.optim import SGD
 from transformers import SchedulerType, Trainer, TrainingArguments, get_scheduler
 from transformers.training_args import OptimizerNames
 
+from ._bfloat16 import check_bfloat16
 from .methods import Method, make_method
 from .methods.base import at_least
 from .protocol.packing import EXCHANGE_DTYPES
@@ -212,6 +213,8 @@ class SplitFedConfig(TrainingArguments):
         super().__post_init__()
         if self.mixed_precision == "fp16":  # by the launcher's environment
             raise ValueError("Mixed precision fp16 does not work: local optimizers run without loss scaling; use bf16.")
+        if self.device.type == "cpu" and (self.mixed_precision == "bf16" or self.bf16_full_eval):
+            check_bfloat16("bf16=True" if self.mixed_precision == "bf16" else "bf16_full_eval=True")
         if self.gradient_checkpointing:
             # Feedback is taken with autograd.grad, which the reentrant kind does not support.
             self.gradient_checkpointing_kwargs = dict(self.gradient_checkpointing_kwargs or {}, use_reentrant=False)  # type: ignore[arg-type]

@@ -1,10 +1,15 @@
-"""Settings of every test: one thread, no Hub, no deadline on a noisy machine."""
+"""Settings of every test: one thread, no Hub, no deadline on a noisy machine, bfloat16 products that work."""
 
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the equalities tested here are those of the CPU
+
+from hf_coefsfl._bfloat16 import REMEDY, VARIABLE, bfloat16_problem
+
+if VARIABLE not in os.environ and bfloat16_problem():  # before PyTorch is loaded; subprocesses inherit it
+    os.environ[VARIABLE] = REMEDY
 
 import hypothesis
 import torch

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints
 
+from .._bfloat16 import check_bfloat16
 from ..analysis.flops import RoundFlops
 from ..analysis.staleness import StalenessProbe, check_probe, load_probe, plot_probe, save_probe, summarize_probe
 from ..config import SplitFedConfig
@@ -104,7 +105,8 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
             check_token(args.hub_token)
         self.federation = Federation.of(train_dataset, args) if train_dataset is not None else None
         model = self._with_adapter(model, args, peft_config)
-        _ = args.device  # sets up the devices
+        if args.device.type == "cpu" and any(p.dtype == torch.bfloat16 for p in model.parameters()):
+            check_bfloat16("A model with bfloat16 weights")
         check_processes(args)
         args._n_gpu = min(args.n_gpu, 1)  # one device a process: clients are spread, not batches
         super().__init__(
