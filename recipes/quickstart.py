@@ -1,16 +1,16 @@
-"""Split federated fine-tuning from end to end, on a CPU in under two minutes, with nothing to download.
+"""Split federated fine-tuning from end to end, on a CPU in about two minutes, with nothing to download.
 
     accelerate launch recipes/quickstart.py
 
-A tiny vision transformer is pretrained for some seconds on public images of the digits 0 to 4. Then 20 clients, whose
-private images show all ten digits, fine-tune it together with a server: the clients hold their images and the first of
-the three blocks (the paper's share: 4 of 12), the server holds the others and the head. Four methods start from the
-same weights and see the same clients and batches:
+A tiny vision transformer is first pretrained for a few seconds on public images of the digits 0 to 4. Then 20 clients
+and a server fine-tune it on private images of all ten digits. Each client holds its images and the first of the three
+blocks (the paper's share: 4 of 12). The server holds the other blocks and the head. Four methods start from the same
+weights and see the same clients and batches:
 
     vanilla   asks the server for a fresh gradient at every batch: many transfers
-    reuse     asks once a round and reuses that gradient, which grows stale with every local update
-    coef_d    reuses it too, but compensates its staleness with what the gradient itself tells, at no further traffic
-    coef_j    compensates with a further vector per sample, which the server sends along
+    reuse     asks once per round and reuses that gradient, which grows stale with every local update
+    coef_d    reuses it too and corrects its staleness with the squared gradient, at no extra traffic
+    coef_j    corrects it with one more vector per sample, which the server sends along
 """
 
 import argparse
@@ -23,13 +23,13 @@ from transformers import PrinterCallback, TrainerCallback, ViTConfig, ViTForImag
 from transformers.utils import logging
 
 from hf_coefsfl import METHODS, SplitFedConfig, SplitFedTrainer
-from hf_coefsfl.analysis.plots import accuracy_curve, plot_runs
+from hf_coefsfl.analysis.plots import accuracy_curve, plot_lines, plot_runs
 from hf_coefsfl.analysis.tables import format_table
 
-BATCH_SIZE = 4  # small batches, so many local updates a round: that is what makes reused gradients stale
+BATCH_SIZE = 4  # small batches mean many local updates per round, which is what makes reused gradients stale
 METHOD_KWARGS = {
-    # The paper's 3000 belongs to batches of 32. Gradients of a batch mean are 1/b as large, so for the same correction
-    # relative to the gradient the factor has to be proportional to b.
+    # The paper's 3000 is for batches of 32. The gradient of a batch mean carries a factor 1/b, so the compensation
+    # factor has to grow with b to keep the correction the same relative to the gradient.
     "coef_d": {"compensation_factor": 3000 * BATCH_SIZE / 32},
 }
 
@@ -38,10 +38,15 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     default = ["vanilla", "reuse", "coef_d", "coef_j"]
-    add("--output_dir", type=Path, default=Path("outputs/quickstart"), help="where results go (default: %(default)s)")
+    add(
+        "--output_dir",
+        type=Path,
+        default=Path("outputs/quickstart"),
+        help="folder of the results (default: %(default)s)",
+    )
     add("--methods", nargs="+", default=default, choices=sorted(METHODS), metavar="NAME", help="some of %(choices)s")
     add("--num_rounds", type=int, default=15, help="communication rounds (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of the split of the data and of all training (default: %(default)s)")
+    add("--seed", type=int, default=0, help="for the split of the data and all training (default: %(default)s)")
     return parser.parse_args()
 
 
@@ -55,7 +60,7 @@ def load_data(seed: int) -> tuple[list[dict], list[dict], list[dict]]:
 
 
 def pretrain(public: list[dict], seed: int, steps: int = 200) -> ViTForImageClassification:
-    """Return a small ViT that tells the public digits apart, with a new head for all ten."""
+    """Return a small ViT trained on the public digits, with a new head for all ten."""
     set_seed(seed)
     config = ViTConfig(
         hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64,
@@ -75,6 +80,16 @@ def pretrain(public: list[dict], seed: int, steps: int = 200) -> ViTForImageClas
     return model
 
 
+def over_transfers(log_history: list[dict]) -> list[tuple[float, float]]:
+    """Return (transfers so far, accuracy in percent) for each evaluation of a run."""
+    points, transfers = {}, 0
+    for entry in log_history:
+        transfers += entry.get("transfers", 0)
+        if "eval_accuracy" in entry:
+            points[transfers] = 100 * entry["eval_accuracy"]
+    return list(points.items())
+
+
 def accuracy(prediction) -> dict[str, float]:
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
@@ -91,7 +106,7 @@ def main() -> None:
     args = parse_args()
     torch.set_num_threads(1)  # matrices of this size are too small to share between cores
     logging.disable_progress_bar()
-    # Of `accelerate launch`; alone without it.
+    # One of the processes of `accelerate launch`, or the only one without a launcher.
     process = PartialState(cpu=not torch.accelerator.is_available())
     base_dir = args.output_dir / "base"
 
@@ -102,7 +117,7 @@ def main() -> None:
         base.save_pretrained(base_dir)
     process.wait_for_everyone()
 
-    rows, curves = [], {}
+    rows, curves, transfers = [], {}, {}
     for method in args.methods:
         process.print(f"{METHODS[method].title}: {args.num_rounds} rounds ...", flush=True)
         config = SplitFedConfig(
@@ -139,16 +154,21 @@ def main() -> None:
         seconds = trainer.train().metrics["train_runtime"]
         trainer.save_model()
         curves[method] = accuracy_curve(trainer.state.log_history)
+        transfers[method] = over_transfers(trainer.state.log_history)
         final = curves[method][-1][-1]
         traffic = {"MiB": trainer.ledger.mib, "transfers": trainer.ledger.total.transfers}
         rows.append({"method": method, "accuracy": final, **traffic, "seconds": seconds})
 
     if process.is_main_process:
         plot_runs(curves, args.output_dir / "accuracy.png", metric="accuracy on the test images")
+        panels = {"accuracy on the test images, %": transfers}
+        title = f"{args.num_rounds} rounds of each method"
+        plot_lines(panels, args.output_dir / "transfers.png", xlabel="transfers over the cut, all clients", title=title)
         trainer.plot_partition(args.output_dir / "partition.png")
         columns = {"method": "", "accuracy": ".1%", "MiB": ".1f", "transfers": "", "seconds": ".1f"}
         print("\n" + format_table(rows, columns))
         print("\nMiB and transfers are what a network would carry; seconds are this machine's, without a network.")
+        print(f"Accuracy over transfers:           {args.output_dir / 'transfers.png'}")
         print(f"Accuracy over rounds and over MiB: {args.output_dir / 'accuracy.png'}")
         print(f"Which client holds which digits:   {args.output_dir / 'partition.png'}")
         print(f"Adapters, one folder a method:     {args.output_dir / '<method>'} (on the model in {base_dir})")

@@ -25,7 +25,7 @@ def test_two_methods_and_what_they_leave(tmp_path: Path) -> None:
     header = next(i for i, line in enumerate(lines) if line.startswith("method"))
     assert [name.strip() for name in lines[header].split("|")] == ["method", "accuracy", "MiB", "transfers", "seconds"]
     assert lines[header + 2].startswith("reuse") and lines[header + 3].startswith("coef_d")
-    for name in ("accuracy.png", "partition.png"):
+    for name in ("accuracy.png", "partition.png", "transfers.png"):
         assert str(tmp_path / name) in printed and (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
     for method in ("reuse", "coef_d"):
         for part in ("", "client", "server"):
