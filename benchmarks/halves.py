@@ -20,15 +20,16 @@ from hf_coefsfl.analysis.backbones import build_model, default_cut
 from hf_coefsfl.analysis.tables import format_table
 from hf_coefsfl.split.lora import default_lora
 
-# Reads how much of a fresh process's memory a half takes: resident size after loading it, less before.
+# Prints how much memory a half takes in a fresh process: the resident size after loading it, less the one before.
 LOAD = """
 import sys
 import hf_coefsfl
 def resident():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmRSS")) / 1024
+load = getattr(hf_coefsfl, f"load_{sys.argv[2]}")  # the package imports PyTorch when it is first asked for a name
 before = resident()
-half = getattr(hf_coefsfl, f"load_{sys.argv[2]}")(sys.argv[1])
+half = load(sys.argv[1])
 total = sum(float(p.float().abs().sum()) for p in half.parameters())  # touches every page
 print(resident() - before)
 """
