@@ -1,6 +1,7 @@
-"""The code in the documentation runs."""
+"""The documentation: its code runs, its links lead somewhere, its lines are short."""
 
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,64 @@ def code_blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
 
 
-def test_no_placeholder_is_left() -> None:
-    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
-    assert not [page.name for page in pages if re.search(r"@[A-Z]+@", page.read_text())]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/*.md", "recipes/*.md", "benchmarks/*.md", ".github/*.md")
+    for path in ROOT.glob(pattern)
+    if path.name != "adding_a_method.md"
+)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links(name: str) -> None:
+    page = ROOT / name
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", prose):
+        path, _, anchor = "".join(target).partition("#")
+        if path.startswith("http"):
+            continue
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{name} links to {path}"
+        assert not anchor or anchor in anchors(there), f"{name} links to {path}#{anchor}"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_prose_wraps(name: str) -> None:
+    lines = (ROOT / name).read_text().splitlines()
+    assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
+
+
+def test_the_readme_is_short_and_the_index_has_every_page() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert not [path.name for path in ROOT.glob("docs/*.md") if f"({path.name})" not in index and path.stem != "README"]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_named_files_exist(name: str) -> None:
+    """Files of the project that a page names in code quotes or commands are there."""
+    pattern = r"\b(?:hf_coefsfl|tests|recipes|benchmarks|docs)/[\w./-]+\.(?:py|yaml|toml|md)\b"
+    named = re.findall(pattern, (ROOT / name).read_text())
+    assert not [path for path in named if "your_" not in path and not (ROOT / path).exists()]
+
+
+def test_the_journey_passes_through_code_that_exists() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\|[^|]*\| `([\w/]+)\.py` \| `([\w.]+)` \|", page, flags=re.MULTILINE)
+    assert len(rows) > 30
+    for path, name in rows:
+        found = import_module(f"hf_coefsfl.{path.replace('/', '.')}")
+        for part in name.split("."):
+            found = getattr(found, part)
+    drawn = re.findall(r"[\w/]+\.py", (ROOT / "docs" / "journey.svg").read_text())
+    assert len(drawn) > 15
+    assert not [path for path in drawn if not (ROOT / "hf_coefsfl" / path).exists()]
 
 
 def test_the_method_of_the_page_is_short_and_trains(tmp_path: Path) -> None:

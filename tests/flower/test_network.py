@@ -76,10 +76,10 @@ def _run(flower: Loopback, config: dict[str, object]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_commands_of_the_readme(tmp_path: Path) -> None:
+def test_the_commands_of_the_page(tmp_path: Path) -> None:
     """From the example's files to its adapter, on other ports and for two rounds."""
-    text = (ROOT / "README.md").read_text()
-    section = text[text.index("## Deploy\n") : text.index("## Speed and memory\n")]
+    text = (ROOT / "docs" / "deployment.md").read_text()
+    section = text[text.index("## Try it on one machine\n") : text.index("## Your own run\n")]
     first, *clients, run, simulation = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
     assert len(clients) == 2 and "--simulation" in simulation
     for name in ("recipes", "benchmarks"):
