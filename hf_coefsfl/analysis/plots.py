@@ -1,13 +1,19 @@
-"""Curves of a metric over rounds and over what crossed the cut."""
+"""Pictures: a metric over rounds and over what crossed the cut, and the samples of each client and class."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from itertools import cycle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from ..federation.partition import Partition
 from .tables import MIB
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that is too pale for lines. Each
 # goes with a marker and a dash, so that curves that lie on each other and black and white prints stay readable.
@@ -138,3 +144,71 @@ def plot_lines(
     if title is not None:
         figure.suptitle(title, fontsize=11)
     figure.savefig(path)
+
+
+def plot_partition(
+    partition: Partition,
+    labels: ArrayLike,
+    path: str | os.PathLike[str],
+    class_names: Sequence[str] | None = None,
+) -> None:
+    """Save a picture of the rows per client and class to `path` (PNG, PDF, ...).
+
+    `class_names[c]` is the name of the integer class c, as in `ClassLabel.names`.
+    """
+    from matplotlib.colors import PowerNorm
+    from matplotlib.figure import Figure  # a figure of its own: no pyplot, no global backend
+    from matplotlib.ticker import MaxNLocator
+
+    classes, counts = partition.counts(labels)
+    num_clients, num_classes = counts.shape
+    width = float(np.clip(2.4 + 0.32 * num_clients, 6, 16))
+    height = float(np.clip(2.4 + 0.30 * num_classes, 4, 10))
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    bars, cells = figure.subplots(2, 1, sharex=True, height_ratios=[1.0, max(height - 2.0, 2.0)])
+
+    sizes = counts.sum(axis=1)
+    bars.bar(np.arange(num_clients), sizes, width=0.8 if num_clients <= 60 else 1.0, color="#4c72b0")
+    bars.set_ylabel("rows")
+    bars.yaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
+    bars.spines[["top", "right"]].set_visible(False)
+    bars.tick_params(axis="x", length=0)
+    bars.set_title(
+        f"{sizes.sum():,} rows over {num_clients:,} clients: {sizes.min():,} to {sizes.max():,} each, "
+        f"median {np.median(sizes):,.0f}",
+        fontsize=10,
+    )
+
+    shown = np.ma.masked_equal(counts.T, 0)  # an empty cell is white, not merely pale
+    scale = PowerNorm(0.5, vmin=0, vmax=counts.max())  # by square root, or one full cell makes all others pale
+    image = cells.imshow(shown, aspect="auto", cmap="YlGnBu", norm=scale, interpolation="nearest")
+    cells.set_xlabel("client")
+    cells.set_ylabel("class")
+    names = [_class_name(value, class_names) for value in classes]
+    _ticks(cells.xaxis, list(partition.names), room=int(width / 0.32))
+    _ticks(cells.yaxis, names, room=int(height / 0.22))
+    if max(map(len, partition.names)) > 3:  # as wide as a tick has room for
+        cells.tick_params(axis="x", rotation=90)
+    if num_clients <= 30 and num_classes <= 25:
+        for client, label in np.argwhere(counts):
+            count = counts[client, label]
+            colour = "white" if scale(count) > 0.6 else "black"
+            size = 8 if counts.max() < 1000 else 6
+            cells.text(client, label, str(count), ha="center", va="center", color=colour, fontsize=size)
+    colourbar = figure.colorbar(image, ax=cells, fraction=0.04, pad=0.01, label="rows of the class")
+    colourbar.ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.savefig(path)
+
+
+def _class_name(value: Any, class_names: Sequence[str] | None) -> str:
+    if class_names is not None and not isinstance(value, str) and 0 <= value < len(class_names):
+        return str(class_names[int(value)])
+    return str(value)
+
+
+def _ticks(axis: Any, names: list[str], room: int) -> None:
+    """Name every place if there is room, else every 2nd, 5th, 10th, ..."""
+    steps = (m * 10**e for e in range(12) for m in (1, 2, 5))
+    step = next(step for step in steps if len(names) <= step * max(room, 1))
+    places = range(0, len(names), step)
+    axis.set_ticks(list(places), [name if len(name) <= 20 else name[:19] + "…" for name in (names[p] for p in places)])

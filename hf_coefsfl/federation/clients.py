@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from os import PathLike
 from typing import Any
 
 import numpy as np
 from datasets import DatasetDict
+from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
 from ..config import SplitFedConfig
 from ..protocol.seeds import derive_seed
-from .partition import LABEL_COLUMNS, Partition, column_values, make_partition, plot_partition
+from .partition import LABEL_COLUMNS, Partition, column_values, make_partition
 
 _DEFAULT_CLIENTS = 50
 
@@ -129,8 +129,8 @@ class Federation:
             found.setdefault(client if features is None else str(features), client)
         return list(found.values())
 
-    def plot(self, path: str | PathLike[str], column: str | None = None) -> None:
-        """Save a picture of the samples of each client and class."""
+    def labels(self, column: str | None = None) -> tuple[Partition, NDArray[Any], Sequence[str] | None]:
+        """Return each client's rows among all clients' samples, their labels, and the names of the classes if known."""
         values = np.concatenate([column_values(dataset, column) for dataset in self.datasets])
         features = getattr(self.datasets[0], "features", {})
         found = column or next((name for name in LABEL_COLUMNS if name in features), "")
@@ -139,7 +139,7 @@ class Federation:
         rows = self.partition.indices
         if len(self.datasets) > 1:  # each client's rows, as places in the concatenation
             rows = tuple(np.arange(start, stop) for start, stop in pairwise(ends))
-        plot_partition(Partition(rows, self.partition.names), values, path, names)
+        return Partition(rows, self.partition.names), values, names
 
 
 def _is_single(data: Any) -> bool:

@@ -21,6 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotat
 
 from .._bfloat16 import check_bfloat16
 from ..analysis.flops import RoundFlops
+from ..analysis.plots import plot_partition
 from ..analysis.staleness import StalenessProbe, check_probe, load_probe, plot_probe, save_probe, summarize_probe
 from ..config import SplitFedConfig
 from ..federation.clients import Federation
@@ -377,4 +378,6 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         """Save a picture of the clients' samples by class."""
         if self.federation is None:
             raise ValueError("There is no train_dataset to draw.")
-        Federation.of(self.train_dataset, self.args).plot(path, column or self.args.partition_column)
+        column = column or self.args.partition_column
+        partition, labels, names = Federation.of(self.train_dataset, self.args).labels(column)
+        plot_partition(partition, labels, path, names)

@@ -1,6 +1,5 @@
 """Every row to exactly one client, the asked-for skew, and errors that say what to do."""
 
-import sys
 import time
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_coefsfl.federation.partition import Partition, by_column, dirichlet, iid, make_partition, plot_partition
+from hf_coefsfl.federation.partition import Partition, by_column, dirichlet, iid, make_partition
 from tests.support.partitions import LABELS, hf_dataset, rows
 
 
@@ -216,23 +215,6 @@ def test_counts_by_hand():
 def test_client_names_must_match():
     with pytest.raises(ValueError, match="rows for 1 clients but 2 client names"):
         Partition((np.array([0]),), ("a", "b"))
-
-
-@pytest.mark.parametrize("num_clients", [1, 5, 200])
-def test_plot_is_saved(tmp_path, num_clients):
-    path = tmp_path / "partition.png"
-    names = [f"class {c}" for c in range(9)]  # one class is left without a name
-    plot_partition(dirichlet(LABELS, num_clients, 0.5, 0), LABELS, path, names)
-    from PIL import Image
-
-    with Image.open(path) as image:
-        assert image.width >= 900
-        assert len(image.convert("RGB").getcolors(maxcolors=10**6)) > 10
-
-
-def test_plot_leaves_pyplot_alone(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it now raises
-    plot_partition(iid(4, 2, 0), [0, 1, 0, 1], tmp_path / "partition.png")
 
 
 # --- speed ---
