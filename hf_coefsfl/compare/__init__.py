@@ -1,4 +1,4 @@
-"""Comparisons: methods x splits x cuts x learning rates x seeds, run in worker processes and reported together."""
+"""Comparisons of methods x splits x cuts x learning rates x seeds, run in worker processes and reported together."""
 
 from .grid import Cell, Run, expand, total
 from .render.report import write_report

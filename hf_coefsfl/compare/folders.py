@@ -1,4 +1,4 @@
-"""A comparison on disk: a folder for each run, held by whoever works on it."""
+"""A comparison on disk: a folder for each run, locked by the process that works on it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .grid import Run, Summary
 
 try:
     import fcntl
-except ImportError:  # Windows: runs are not held, so a second comparison in the same folder would repeat them
+except ImportError:  # on Windows runs are not locked, so a second comparison in the same folder would repeat them
     fcntl = None  # type: ignore[assignment]
 
 OPTIONS, LOG, LOCK = "options.json", "log.txt", "lock"
 
 
 class RunFolder:
-    """The folder of one run, among those of others."""
+    """The folder of one run."""
 
     def __init__(self, runs: Path, run: Run):
         self.path = runs / run.id
@@ -29,18 +29,18 @@ class RunFolder:
         self.log = self.path / LOG
 
     def summary(self) -> Summary | None:
-        """Return what the run has said of itself; None as long as it has not finished."""
+        """Return the run's summary, or None if it has not finished."""
         try:
-            found: Any = json.loads((self.path / SUMMARY_NAME).read_text())
+            summary: Any = json.loads((self.path / SUMMARY_NAME).read_text())
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) and isinstance(found.get("scores"), dict) else None
+        return summary if isinstance(summary, dict) and isinstance(summary.get("scores"), dict) else None
 
     def hold(self) -> int | None:
-        """Return the descriptor of a lock on the folder; None if a process that still lives has it.
+        """Lock the folder and return the descriptor of the lock, or None if a running process has it.
 
-        The worker inherits the descriptor and holds the lock until it ends, also when the comparison that
-        started it was killed: the next one waits for it instead of running the same twice.
+        The worker inherits the descriptor and holds the lock until it ends, even if the comparison that
+        started it was killed. The next comparison then waits for the worker instead of repeating its run.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -53,15 +53,15 @@ class RunFolder:
         return lock
 
     def write_options(self) -> Path:
-        """Write what the worker reads, and return the path."""
+        """Write the options that the worker reads, and return the path of the file."""
         path = self.path / OPTIONS
-        options = {"disable_tqdm": True, **self.run.options}  # the log is no place for a progress bar
+        options = {"disable_tqdm": True, **self.run.options}  # a progress bar would fill the log
         options |= {"output_dir": str(self.path), "resume_from_checkpoint": "last"}
         write_atomically(path, to_json(options))
         return path
 
     def last_lines(self, count: int = 5) -> list[str]:
-        """Return the end of the log, without empty lines; of a progress bar, its last state."""
+        """Return the last lines of the log without empty ones. Of a progress bar, only its last state counts."""
         try:
             text = self.log.read_text(errors="replace")
         except OSError:
@@ -71,5 +71,5 @@ class RunFolder:
 
 def finished_runs(folder: Path, runs: Iterable[Run]) -> dict[str, Summary]:
     """Return the summaries of the runs that have finished, by id."""
-    found = {run.id: RunFolder(folder, run).summary() for run in runs}
-    return {name: summary for name, summary in found.items() if summary is not None}
+    summaries = {run.id: RunFolder(folder, run).summary() for run in runs}
+    return {run_id: summary for run_id, summary in summaries.items() if summary is not None}

@@ -1,4 +1,4 @@
-"""The runs of a comparison: the product of a spec's lists, and which of them are next."""
+"""The runs of a comparison: the product of the lists of a spec, and which of them come next."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from ..protocol.loss import LossSpec
 from ..tasks import TASKS
 from .spec import Spec, Split, TaskSpec, Variant
 
-Summary = Mapping[str, Any]  # what a finished run says of itself, its summary.json
+Summary = Mapping[str, Any]  # the summary.json of a finished run
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training: a task and all options but the folder."""
+    """One training run: a task and all options except the output folder."""
 
     task: str
     options: dict[str, Any]
 
     @cached_property
     def id(self) -> str:
-        """Return what names its folder: readable, and different for different options.
+        """The name of the run's folder: readable, and different for different options.
 
-        Finished runs are found again by it, so it may not depend on anything but the task and the options.
+        Finished runs are found by it, so it depends on the task and the options only.
         """
         o = self.options
         content = json.dumps([self.task, o], sort_keys=True, default=str)
-        split = o.get("partition", "iid") + (
-            f"{o.get('dirichlet_alpha', '')}" if o.get("partition") == "dirichlet" else ""
-        )
+        split = o.get("partition", "iid")
+        if split == "dirichlet":
+            split += str(o.get("dirichlet_alpha", ""))
         name = f"{self.task}-{split}-cut{o['cut']}-{o['method']}-lr{o['learning_rate']:g}-seed{o['seed']}"
         readable = re.sub(r"[^a-z0-9_.-]+", "_", name.lower())
         return f"{readable}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
@@ -46,17 +46,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Cell:
-    """One context: a task, model, split, cut and method, run with each learning rate and then with each seed."""
+    """One setting: a task, model, split, cut and method, trained with each learning rate and then with each seed."""
 
     spec: TaskSpec
     split: Split
     cut: int
     variant: Variant
-    refused: str | None  # why the method cannot train for the task
+    refused: str | None  # the reason if the method cannot train for the task
 
     @cached_property
     def runs(self) -> dict[tuple[float, int], Run]:
-        """Return all runs it could have, by learning rate and seed."""
+        """All runs that the setting may need, by learning rate and seed."""
         pairs = [(rate, seed) for rate in self.spec.learning_rates for seed in self.spec.seeds]
         return {(rate, seed): self._run(rate, seed) for rate, seed in pairs}
 
@@ -70,7 +70,7 @@ class Cell:
         return Run(self.spec.task, options)
 
     def first(self) -> list[Run]:
-        """Return the runs that choose the learning rate: all of them with the first seed."""
+        """Return the runs that choose the learning rate: every rate with the first seed."""
         return [self.runs[rate, self.spec.seeds[0]] for rate in self.spec.learning_rates]
 
     def later(self, learning_rate: float) -> list[Run]:
@@ -78,14 +78,14 @@ class Cell:
         return [self.runs[learning_rate, seed] for seed in self.spec.seeds[1:]]
 
     def chosen(self, finished: Mapping[str, Summary]) -> float | None:
-        """Return the learning rate with the best final score so far; None before any run has finished."""
+        """Return the learning rate with the best final score so far, or None before any run has finished."""
         done = [(score(finished[run.id]), run) for run in self.first() if run.id in finished]
         if not done:
             return None
-        return max(done, key=lambda pair: pair[0])[1].options["learning_rate"]  # the first of equals
+        return max(done, key=lambda pair: pair[0])[1].options["learning_rate"]  # the first if several are equal
 
     def results(self, finished: Mapping[str, Summary]) -> list[tuple[Run, Summary]]:
-        """Return its finished runs with the chosen learning rate, in order of the seeds."""
+        """Return the finished runs with the chosen learning rate, in the order of the seeds."""
         rate = self.chosen(finished)
         if rate is None:
             return []
@@ -94,16 +94,16 @@ class Cell:
 
 
 def score(summary: Summary) -> float:
-    """Return what learning rates are chosen by, larger is better: the mean of the final scores."""
+    """Return the mean of the final scores, by which learning rates are chosen. Larger is better."""
     values = [float(value) for value in summary["scores"].values() if value is not None]
     mean = sum(values) / len(values) if values else math.nan
-    if math.isnan(mean):  # a run that diverged is worse than any other
+    if math.isnan(mean):  # a run that diverged ranks last
         return -math.inf
     return mean if summary.get("higher_is_better", True) else -mean
 
 
 def expand(spec: Spec) -> list[Cell]:
-    """Return the settings of a spec in its order, or raise ValueError if the options of one are not allowed."""
+    """Return the settings of a spec in its order. Raise ValueError if the options of one are not allowed."""
     cells = [
         Cell(task, split, cut, variant, _refusal(task, variant))
         for task in spec.tasks
@@ -116,8 +116,8 @@ def expand(spec: Spec) -> list[Cell]:
         key = cell.spec.title or cell.spec.task, cell.spec.model, cell.split.name, cell.cut, cell.variant.name
         if key in seen:
             raise ValueError(
-                f"Two settings have the same place in the tables: {', '.join(map(str, key))}. Give the tasks a "
-                "different `model` or `title`."
+                f"Two settings have the same place in the tables: {', '.join(map(str, key))}. Give each task its "
+                "own `model` or `title`."
             )
         seen[key] = cell
     _check_options(cells)
@@ -125,7 +125,7 @@ def expand(spec: Spec) -> list[Cell]:
 
 
 def total(cells: Sequence[Cell]) -> int:
-    """Return the number of runs, those that settings share counted once."""
+    """Return the number of runs. Runs that settings share count once."""
     first = {run.id for cell in wanted(cells) for run in cell.first()}
     later = {(cell.first()[0].id, seed) for cell in wanted(cells) for seed in cell.spec.seeds[1:]}
     return len(first) + len(later)
@@ -139,8 +139,8 @@ def wanted(cells: Sequence[Cell]) -> list[Cell]:
 def upcoming(cells: Sequence[Cell], finished: Mapping[str, Summary], given_up: Container[str]) -> Iterator[Run]:
     """Yield the runs that are neither finished nor given up and whose options are known by now.
 
-    The first seed of every context comes first, so that a whole table stands early. The other seeds wait for
-    the learning rate.
+    The first seed of every setting comes first, so that a complete table is there early. The other seeds wait
+    for the learning rate.
     """
     open_runs: dict[str, Run] = {}
     for cell in wanted(cells):
@@ -153,7 +153,7 @@ def upcoming(cells: Sequence[Cell], finished: Mapping[str, Summary], given_up: C
 
 
 def _refusal(task: TaskSpec, variant: Variant) -> str | None:
-    loss = TASKS[task.task].auto_model.__name__.removeprefix("AutoModel")  # transformers names losses by heads
+    loss = TASKS[task.task].auto_model.__name__.removeprefix("AutoModel")  # transformers names a loss by its head
     try:
         make_method(variant.method, variant.kwargs).check_loss(LossSpec(loss, 3, ("labels",)))
     except ValueError as error:
@@ -170,13 +170,13 @@ def _can_be_probed(variant: Variant) -> bool:
 
 
 def _check_options(cells: Sequence[Cell]) -> None:
-    """Build the configuration of each different context once: it refuses what would not run."""
+    """Build each different configuration once, which refuses options that cannot work."""
     fields = SplitFedConfig.__dataclass_fields__
     seen = set()
     for cell in wanted(cells):
         run = cell.first()[0]
         options = {name: value for name, value in run.options.items() if name in fields}
-        key = json.dumps({k: v for k, v in options.items() if k not in ("cut",)}, sort_keys=True, default=str)
+        key = json.dumps({k: v for k, v in options.items() if k != "cut"}, sort_keys=True, default=str)
         if key in seen:
             continue
         seen.add(key)

@@ -1,4 +1,4 @@
-"""The figures of the paper, for the settings that are the paper's."""
+"""The figures of the paper, for settings that equal the paper's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .grid import Cell
 
 REFERENCES = ("vanilla", "oracle", "reuse")  # not ranked with the others, as in the paper
-# Options that say nothing about the result, or of which the paper says nothing.
+# Options that do not change the result, or that the paper does not state, or that are checked elsewhere.
 _FREE = {
     "eval_strategy", "eval_steps", "eval_on_start", "logging_steps", "save_steps", "save_strategy", "save_total_limit",
     "report_to", "disable_tqdm", "staleness_probe", "count_flops", "per_device_eval_batch_size", "use_cpu", "bf16",
@@ -32,7 +32,7 @@ _FREE = {
 
 @dataclass(frozen=True)
 class PaperValue:
-    """A figure of a table of the paper; without deviation it is of a single run."""
+    """A figure of a table of the paper. Without a deviation it is a single run."""
 
     table: str
     mean: float
@@ -41,9 +41,9 @@ class PaperValue:
 
 @cache
 def paper_results() -> dict[str, Any]:
-    """Return the file of figures."""
-    found: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("paper_results.yaml").read_text("utf-8"))
-    return found
+    """Return the content of paper_results.yaml."""
+    content: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("paper_results.yaml").read_text("utf-8"))
+    return content
 
 
 def paper_tables() -> list[str]:
@@ -52,7 +52,7 @@ def paper_tables() -> list[str]:
 
 
 def paper_value(cell: Cell, score: str, tables: Sequence[str] = ()) -> PaperValue | None:
-    """Return the paper's figure for a score of a setting; None where the setting is not the paper's.
+    """Return the paper's figure for a score of a setting, or None if the setting is not the paper's.
 
     Args:
         cell: the setting.
@@ -62,17 +62,17 @@ def paper_value(cell: Cell, score: str, tables: Sequence[str] = ()) -> PaperValu
     key, split = _method_key(cell), _split(cell)
     if key is None or split is None or not is_papers_setting(cell):
         return None
-    place = {"task": cell.spec.task, "model": cell.spec.model, "split": split, "cut": cell.cut, "score": score}
+    wanted = {"task": cell.spec.task, "model": cell.spec.model, "split": split, "cut": cell.cut, "score": score}
     for table in tables or paper_tables():
         for entry in paper_results()["results"]:
-            if entry["table"] == table and place.items() <= entry.items() and entry["values"].get(key):
+            if entry["table"] == table and wanted.items() <= entry.items() and entry["values"].get(key):
                 mean, *std = entry["values"][key]
                 return PaperValue(table, float(mean), float(std[0]) if std else None)
     return None
 
 
 def is_papers_setting(cell: Cell) -> bool:
-    """Return whether model, data, federation and training are the paper's, whatever the method and its options."""
+    """Return whether model, data, federation and training are the paper's. The method and its options do not matter."""
     paper = paper_results()
     model = paper["models"].get(cell.spec.model)
     if model is None or cell.spec.task not in paper["tasks"]:
@@ -83,7 +83,7 @@ def is_papers_setting(cell: Cell) -> bool:
     defaults |= {f.name: f.default for f in dataclasses.fields(task.arguments_class)}
     names = {"model_name_or_path": model["checkpoint"], "dataset_name": task.dataset_name}
     for name, own in {"model_name_or_path": task.model_name_or_path, "dataset_name": task.dataset_name}.items():
-        # A local copy counts if it bears the name of the original.
+        # A local copy counts if it has the name of the original.
         if PurePath(options.get(name, own)).name.lower() != PurePath(names[name]).name.lower():
             return False
     protocol: Mapping[str, Any] = paper["protocol"]
@@ -107,7 +107,7 @@ def _split(cell: Cell) -> str | None:
 
 
 def _method_key(cell: Cell) -> str | None:
-    """Return under what the paper's figures hold the method with its options."""
+    """Return the key of the method with its options in the paper's figures."""
     paper, method = paper_results(), cell.variant.method
     usual = (paper["models"].get(cell.spec.model, {}).get("method_options") or {}).get(method, {})
     known = {method: usual} | {

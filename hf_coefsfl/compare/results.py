@@ -1,4 +1,4 @@
-"""What the finished runs of a comparison amount to: means and deviations, and the files that hold them."""
+"""Means and deviations over the finished runs of a comparison, and the files that hold them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -26,17 +26,17 @@ class Score:
     """A score of a setting over its seeds, in percent unless it is a perplexity."""
 
     name: str
-    values: tuple[float, ...]  # one a seed, in the order of the seeds
+    values: tuple[float, ...]  # one per seed, in the order of the seeds
     paper: PaperValue | None
 
     @property
     def mean(self) -> float | None:
-        """Return the mean over the seeds; None without any."""
+        """The mean over the seeds; None if there are none."""
         return mean(self.values) if self.values else None
 
     @property
     def std(self) -> float | None:
-        """Return the standard deviation over the seeds (of the sample: n - 1); None of a single run."""
+        """The standard deviation over the seeds (of the sample: n - 1); None for a single run."""
         if len(self.values) < 2:
             return None
         return stdev(self.values) if all(map(math.isfinite, self.values)) else math.nan
@@ -44,7 +44,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Result:
-    """One setting and what came out of it."""
+    """One setting and its finished runs."""
 
     cell: Cell
     runs: tuple[tuple[Run, Summary], ...]  # with the chosen learning rate, in the order of the seeds
@@ -53,23 +53,32 @@ class Result:
 
     @property
     def title(self) -> str:
-        """Return the label of its column."""
+        """The label of its column."""
         return self.cell.spec.title or TASKS[self.cell.spec.task].title
 
     @property
     def learning_rate(self) -> float | None:
-        """Return the chosen learning rate, or the best so far."""
+        """The chosen learning rate, or the best so far."""
         return self.runs[0][0].options["learning_rate"] if self.runs else None
 
     @property
     def complete(self) -> bool:
-        """Return whether all learning rates have been tried and all seeds are there."""
+        """Whether all learning rates have been tried and all seeds have finished."""
         ids = {run.id for run, _ in self.tried}
         return len(self.runs) == len(self.cell.spec.seeds) and all(run.id in ids for run in self.cell.first())
 
+    @property
+    def description(self) -> dict[str, Any]:
+        """The setting as it stands in the files."""
+        spec, variant = self.cell.spec, self.cell.variant
+        return {
+            "task": spec.task, "title": self.title, "model": spec.model, "split": self.cell.split.name,
+            "cut": self.cell.cut, "method": variant.method, "name": variant.name, "method_kwargs": variant.kwargs,
+        }  # fmt: skip
+
 
 def gather(spec: Spec, cells: Sequence[Cell], finished: Mapping[str, Summary]) -> list[Result]:
-    """Return the result of each setting, also of those without a finished run."""
+    """Return the result of each setting, including settings without a finished run."""
     names: dict[tuple[str, str | None], dict[str, None]] = {}
     for cell in cells:
         for _, summary in cell.results(finished):
@@ -93,14 +102,11 @@ def run_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
     """Return one flat row for each finished run and score."""
     rows = []
     for result in results:
-        cell, chosen = result.cell, {run.id for run, _ in result.runs}
+        chosen = {run.id for run, _ in result.runs}
+        setting = result.description | {"method_kwargs": json.dumps(result.cell.variant.kwargs)}
         for run, summary in result.tried:
-            row = {
-                "task": cell.spec.task, "title": result.title, "model": cell.spec.model, "split": cell.split.name,
-                "cut": cell.cut, "method": cell.variant.method, "name": cell.variant.name,
-                "method_kwargs": json.dumps(cell.variant.kwargs), "learning_rate": run.options["learning_rate"],
-                "seed": run.options["seed"], "chosen": run.id in chosen, "run": run.id,
-            }  # fmt: skip
+            row = setting | {key: run.options[key] for key in ("learning_rate", "seed")}
+            row |= {"chosen": run.id in chosen, "run": run.id}
             measured = {key: _number(summary.get(key)) for key in ("mib", "seconds")}
             counted = {
                 key: summary.get(key) for key in ("transfers", "num_rounds", "client_parameters", "server_parameters")
@@ -111,18 +117,18 @@ def run_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def mean_curve(result: Result, score: str) -> list[tuple[int, float, float]]:
-    """Return (round, MiB, score), the mean over the seeds that evaluated the round."""
+    """Return (round, MiB, score) for each evaluated round: means over the seeds that evaluated it."""
     points: dict[int, list[tuple[float, float]]] = {}
     for _, summary in result.runs:
         for point in summary.get("curve") or ():
             value = point["scores"].get(score)
             if value is not None and math.isfinite(value):
                 points.setdefault(int(point["round"]), []).append((float(point["mib"]), float(value)))
-    return [(step, mean(m for m, _ in found), mean(v for _, v in found)) for step, found in sorted(points.items())]
+    return [(step, mean(m for m, _ in seeds), mean(v for _, v in seeds)) for step, seeds in sorted(points.items())]
 
 
 def staleness(result: Result, folder: Path) -> list[dict[str, float]]:
-    """Return what the probe measured, one entry a probed round: means over the local updates and the seeds."""
+    """Return what the probe measured, one entry per probed round: means over the local updates and the seeds."""
     by_round: dict[int, list[dict[str, float]]] = {}
     for run, _ in result.runs:
         path = RunFolder(folder, run).path / PROBE_NAME
@@ -131,30 +137,26 @@ def staleness(result: Result, folder: Path) -> list[dict[str, float]]:
             for step in {point.round for point in points}:
                 by_round.setdefault(step, []).append(summarize_probe([p for p in points if p.round == step]))
     return [
-        {"round": step} | {k: mean(f[k] for f in found if k in f) for k in sorted({k for f in found for k in f})}
-        for step, found in sorted(by_round.items())
+        {"round": step} | {k: mean(s[k] for s in seeds if k in s) for k in sorted({k for s in seeds for k in s})}
+        for step, seeds in sorted(by_round.items())
     ]
 
 
 def results_json(spec: Spec, results: Sequence[Result]) -> str:
-    """Return everything as JSON: the settings with means and the paper's figures, and the runs with their curves."""
-    settings = []
-    for result in results:
-        cell = result.cell
-        entry = {
-            "task": cell.spec.task, "title": result.title, "model": cell.spec.model, "split": cell.split.name,
-            "cut": cell.cut, "method": cell.variant.method, "name": cell.variant.name,
-            "method_kwargs": cell.variant.kwargs, "learning_rate": result.learning_rate,
-            "complete": result.complete, "refused": cell.refused, "runs": [run.id for run, _ in result.runs],
-            "scores": {name: _score(score) for name, score in result.scores.items()},
-        }  # fmt: skip
-        settings.append(entry)
+    """Return everything as JSON: settings with means and the paper's figures, and runs with their curves."""
+    settings = [
+        result.description
+        | {"learning_rate": result.learning_rate, "complete": result.complete, "refused": result.cell.refused}
+        | {"runs": [run.id for run, _ in result.runs]}
+        | {"scores": {name: _score(score) for name, score in result.scores.items()}}
+        for result in results
+    ]
     runs = {run.id: {"options": run.options, **summary} for result in results for run, summary in result.tried}
     return to_json({"title": spec.title, "settings": settings, "runs": runs})
 
 
 def write_parquet(results: Sequence[Result], path: Path) -> None:
-    """Write the rows of `run_rows`; without any there is no file."""
+    """Write the rows of `run_rows`. If there are none, there is no file."""
     import pyarrow
     from pyarrow import parquet
 
@@ -166,8 +168,7 @@ def write_parquet(results: Sequence[Result], path: Path) -> None:
 
 
 def _score(score: Score) -> dict[str, Any]:
-    paper = score.paper and {"mean": score.paper.mean, "std": score.paper.std, "table": score.paper.table}
-    return {"mean": score.mean, "std": score.std, "values": score.values, "paper": paper}
+    return {"mean": score.mean, "std": score.std, "values": score.values, "paper": score.paper and asdict(score.paper)}
 
 
 def _number(value: Any) -> float | None:

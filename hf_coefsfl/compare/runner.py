@@ -1,4 +1,4 @@
-"""Running a comparison: worker processes, one for each run, and nothing to remember but what they leave on disk."""
+"""Running a comparison: one worker process per run. The only state is what the runs leave on disk."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from tqdm import tqdm
 from .folders import RunFolder, finished_runs
 from .grid import Cell, Run, Summary, total, upcoming, wanted
 
-WORKER = (sys.executable, "-m", "hf_coefsfl", "train")  # what a run is started with; its task and options follow
-_POLL, _POLL_OTHERS, _PATIENCE = 0.2, 2.0, 20.0  # seconds: our workers, those of others, of a worker asked to end
+WORKER = (sys.executable, "-m", "hf_coefsfl", "train")  # the command of a run; its task and options file follow
+# Seconds between two looks at our workers and at those of others, and for a worker to end when asked.
+_POLL, _POLL_OTHERS, _PATIENCE = 0.2, 2.0, 20.0
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,13 @@ class _Worker:
 
 
 class Runner:
-    """Runs what is missing of a comparison.
+    """Runs the missing runs of a comparison.
 
     Args:
         cells: the settings.
         folder: holds a folder for each run.
         jobs: how many runs at a time.
-        on_finish: called with all finished runs after each one.
+        on_finish: called after each finished run, with all of them.
         worker: the command of a worker. Default: `WORKER`.
     """
 
@@ -68,20 +69,15 @@ class Runner:
         on_finish: Callable[[Mapping[str, Summary]], None] | None = None,
         worker: Sequence[str] | None = None,
     ):
-        self.cells, self.folder, self.jobs, self.on_finish, self.command = (
-            cells,
-            folder,
-            jobs,
-            on_finish,
-            tuple(worker or WORKER),
-        )
+        self.cells, self.folder, self.jobs, self.on_finish = cells, folder, jobs, on_finish
+        self.command = tuple(worker or WORKER)
         self.finished = load_finished(cells, folder)
         self.failures: dict[str, Failure] = {}
         self.workers: list[_Worker] = []
-        self._elsewhere: dict[str, float] = {}  # runs that other processes hold, and when to look again
+        self._elsewhere: dict[str, float] = {}  # runs that another process works on, and when to look again
 
     def run(self) -> list[Failure]:
-        """Run until nothing is left, and return what failed. Ends its workers if it is interrupted."""
+        """Run until nothing is missing, and return the failures. If it is interrupted, it ends its workers."""
         previous = _interrupt_on_termination()
         planned = total(self.cells)
         with tqdm(total=planned, initial=len(self.finished), file=sys.stderr, unit="run", disable=None) as bar:
@@ -97,7 +93,7 @@ class Runner:
         return list(self.failures.values())
 
     def _step(self, bar: Any) -> bool:
-        """Take in what has ended, fill the free slots, and say whether there is more to wait for."""
+        """Collect workers that have ended, fill the free slots, and return whether there is more to do."""
         for worker in [w for w in self.workers if w.process.poll() is not None]:
             self.workers.remove(worker)
             self._ended(worker, bar)
@@ -115,7 +111,7 @@ class Runner:
             self._elsewhere[folder.run.id] = time.monotonic() + _POLL_OTHERS
             return
         try:
-            summary = folder.summary()  # who held it before may have finished it
+            summary = folder.summary()  # another process may have finished it meanwhile
             if summary is not None:
                 self._finish(folder, summary, bar)
                 return
@@ -131,7 +127,7 @@ class Runner:
                     pass_fds=(lock,) if os.name == "posix" else (),
                 )
         finally:
-            os.close(lock)  # the worker has its own copy, with which the lock lives on
+            os.close(lock)  # the worker's own copy keeps the lock
         self.workers.append(_Worker(folder, process, slot, time.monotonic()))
 
     def _ended(self, worker: _Worker, bar: Any) -> None:
@@ -165,7 +161,7 @@ class Runner:
         bar.set_postfix_str("; ".join(parts))
 
     def seconds_left(self) -> float | None:
-        """Return an estimate from the finished runs most like the missing ones; None without any."""
+        """Estimate the time from the finished runs most like the missing ones; None if no run has finished."""
         if not self.finished:
             return None
         by_kind: dict[tuple[str, ...], list[float]] = {}
@@ -189,7 +185,7 @@ class Runner:
         return work / self.jobs
 
     def _end_workers(self) -> None:
-        """Ask the workers to end, and make them if they do not."""
+        """Ask the workers to end, and kill those that do not."""
         for worker in self.workers:
             worker.process.terminate()
         deadline = time.monotonic() + _PATIENCE
@@ -225,7 +221,7 @@ def _gpus() -> list[str]:
 
 
 def _interrupt_on_termination() -> Any:
-    """Let SIGTERM end a comparison as Ctrl-C does. Returns the handler before; None outside the main thread."""
+    """Let SIGTERM end a comparison as Ctrl-C does. Return the previous handler, or None outside the main thread."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""What a comparison is to run: the spec, a YAML file, read and checked before anything starts."""
+"""The spec of a comparison: a YAML file that is read and checked before anything runs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..methods import METHODS, make_method
 from ..tasks import TASKS
 from .paper import paper_tables
 
-# Options of a run that the lists of a spec set, and what sets them.
+# Options that a spec must not give, and what sets them.
 _SET_BY = {
     "method": "methods", "method_kwargs": "methods", "learning_rate": "learning_rates", "seed": "seeds",
-    "output_dir": "--output_dir", "resume_from_checkpoint": "every run, by itself", "max_steps": "num_rounds",
+    "output_dir": "--output_dir", "resume_from_checkpoint": "every run itself", "max_steps": "num_rounds",
     "cut": "cut or cuts", "push_to_hub": "nothing: a comparison does not push",
-    "hub_token": "nothing: what is in a spec is copied into many files",
+    "hub_token": "nothing: the content of a spec is copied into many files",
 }  # fmt: skip
-_LISTS = ("splits", "cuts", "methods", "learning_rates", "seeds")  # of the spec; a task's own replace them
+_LISTS = ("splits", "cuts", "methods", "learning_rates", "seeds")  # those of a task replace those of the spec
 _SPEC_KEYS = ("title", "settings", "tasks", "cut", *_LISTS, "paper_tables")
 _TASK_KEYS = ("task", "model", "title", "cut", *_LISTS, "method_options")
 
@@ -37,7 +37,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of the tables: a method with options."""
+    """A row of the tables: a method with its options."""
 
     name: str
     method: str
@@ -46,11 +46,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """One task with one model, and the lists that its runs are the product of."""
+    """One task with one model, and the lists whose product is its runs."""
 
     task: str
-    model: str  # the row's label
-    title: str | None  # the column's label; None: what the runs call it
+    model: str  # the label of its rows
+    title: str | None  # the label of its columns; None: the title of the task
     options: dict[str, Any]
     splits: tuple[Split, ...]
     cuts: tuple[int, ...]
@@ -66,18 +66,18 @@ class Spec:
     name: str
     title: str
     tasks: tuple[TaskSpec, ...]
-    paper_tables: tuple[str, ...]  # of the paper, to show beside ours; empty: any that has the setting
+    paper_tables: tuple[str, ...]  # tables of the paper to show beside ours; empty: any that has the setting
 
 
 def load_spec(path: str | Path) -> Spec:
-    """Read and check a spec, or raise ValueError with what is wrong and what is allowed."""
+    """Read and check a spec. Raise ValueError with what is wrong and what is allowed."""
     path = Path(path)
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ValueError(f"The spec {path} cannot be read: {error.strerror}.") from error
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     try:
         return parse_spec(content, path.stem)
     except ValueError as error:
@@ -99,7 +99,7 @@ def parse_spec(content: Any, name: str) -> Spec:
 
 
 def data_options(task: str | None = None) -> list[str]:
-    """Return the options of a task's model and data; without a task, those of any."""
+    """Return the options of a task's model and data, or of all tasks (None)."""
     tasks = TASKS.values() if task is None else [TASKS[task]]
     return list(dict.fromkeys(f.name for t in tasks for f in dataclasses.fields(t.arguments_class)))
 
@@ -123,7 +123,7 @@ def _task(entry: Any, content: Mapping[str, Any], settings: Mapping[str, Any], w
         splits = tuple(_split(s, f"{where}.splits") for s in _list(lists["splits"], f"{where}.splits"))
     _distinct([s.name for s in splits], f"{where}.splits", "Give each a name of its own.")
     model = own.get("model") or Path(str(options.get("model_name_or_path", "model"))).name
-    _options(options, where, name)  # those of the settings and splits have to be options of this task too
+    _options(options, where, name)  # options of the settings and splits must fit this task too
     for split in splits:
         _options(split.options, f"{where}.splits", name)
     return TaskSpec(
@@ -145,7 +145,7 @@ def _paper_tables(entry: Any) -> tuple[str, ...]:
     tables = _list(entry, "paper_tables") if entry is not None else []
     for table in tables:
         if table not in paper_tables():
-            raise ValueError(f"paper_tables: there is no {table!r}. Choose of: {', '.join(paper_tables())}.")
+            raise ValueError(f"paper_tables: there is no {table!r}. Choose from: {', '.join(paper_tables())}.")
     return tuple(tables)
 
 
@@ -164,13 +164,13 @@ def _variant(entry: Any, extra: Mapping[str, Mapping[str, Any]], where: str) -> 
 
 
 def _method_options(entry: Any, where: str) -> dict[str, dict[str, Any]]:
-    found = _mapping(entry, where)
-    _known(found, tuple(METHODS), where)
-    return {method: dict(_mapping(kwargs, f"{where}.{method}")) for method, kwargs in found.items()}
+    options = _mapping(entry, where)
+    _known(options, tuple(METHODS), where)
+    return {method: dict(_mapping(kwargs, f"{where}.{method}")) for method, kwargs in options.items()}
 
 
 def _default_split(options: Mapping[str, Any]) -> Split:
-    """Return the split of a spec without any: as the other options have it."""
+    """Return the split of a spec that lists none: what the other options say."""
     partition = str(options.get("partition", "iid"))
     return Split({"iid": "IID", "dirichlet": "non-IID"}.get(partition, partition), {})
 
@@ -182,20 +182,20 @@ def _split(entry: Any, where: str) -> Split:
 
 
 def _options(entry: Any, where: str, task: str | None = None, others: Sequence[str] = ()) -> dict[str, Any]:
-    """Return options of runs, all of them known."""
-    found = dict(_mapping(entry, where))
+    """Return options of runs, or raise ValueError if one is unknown or set elsewhere."""
+    options = dict(_mapping(entry, where))
     for key, setter in _SET_BY.items():
-        if key in found:
+        if key in options:
             raise ValueError(f"{where} gives {key!r}, which is set by {setter}.")
     allowed = [*others, *data_options(task)]
     fields = {f.name for f in dataclasses.fields(SplitFedConfig) if f.init}
-    unknown = [key for key in found if key not in fields and key not in allowed]
+    unknown = [key for key in options if key not in fields and key not in allowed]
     if unknown:
         raise ValueError(
-            f"{where} gives {unknown[0]!r}, which is no option. Allowed: {', '.join(allowed)}, and the fields of "
+            f"{where} gives {unknown[0]!r}, which is not an option. Allowed: {', '.join(allowed)}, and the fields of "
             "SplitFedConfig."
         )
-    return found
+    return options
 
 
 # ---- Kinds of values ----
@@ -221,9 +221,8 @@ def _numbers(value: Any, where: str, kind: type, allowed: Callable[[Any], bool],
         if not fits or not allowed(number):
             hint = " YAML reads 1e-4 as text; write 1.0e-4." if isinstance(number, str) else ""
             raise ValueError(f"{where} must hold {what}, got {number!r} ({type(number).__name__}).{hint}")
-    found = [kind(number) for number in numbers]
-    _distinct(found, where, "Name each once.")
-    return tuple(found)
+    _distinct(numbers, where, "Name each once.")
+    return tuple(kind(number) for number in numbers)
 
 
 def _text(value: Any, where: str) -> str:

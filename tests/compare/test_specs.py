@@ -34,15 +34,15 @@ from tests.support.paths import ROOT
         ({"tasks": [{"task": "mnist"}]}, "unknown task 'mnist'. Choose one of:.*cifar100"),
         (
             {"tasks": [{"task": "mnli", "doc_stridee": 3, "cut": 1}]},
-            "gives 'doc_stridee', which is no option",
+            "gives 'doc_stridee', which is not an option",
         ),
         ({"tasks": {"task": "mnli"}}, "tasks must be a list"),
         ({"settings": {"learning_rate": 0.1}}, "gives 'learning_rate', which is set by learning_rates"),
         ({"settings": {"hub_token": "hf_secret"}}, "gives 'hub_token', which is set by nothing"),
         ({"settings": {"push_to_hub": True}}, "gives 'push_to_hub', which is set by nothing"),
         ({"settings": {"cut": 3}}, "gives 'cut', which is set by cut or cuts"),
-        ({"settings": {"max_length": 64}}, r"tasks\[0\] .cifar100. gives 'max_length', which is no option"),
-        ({"splits": [{"name": "IID", "stride": 3}]}, "splits gives 'stride', which is no option"),
+        ({"settings": {"max_length": 64}}, r"tasks\[0\] .cifar100. gives 'max_length', which is not an option"),
+        ({"splits": [{"name": "IID", "stride": 3}]}, "splits gives 'stride', which is not an option"),
         ({"settings": {"num_rounds": 0}}, "num_rounds=0 must be a whole number of at least 1"),
         ({"settings": {"participation": 2}}, "participation=2"),
         ({"settings": ["num_rounds"]}, "settings must be a mapping"),
@@ -51,7 +51,7 @@ from tests.support.paths import ROOT
         ({"seeds": [0, 0]}, "holds 0 twice"),
         ({"seeds": [0.5]}, "whole numbers of at least 0, got 0.5"),
         ({"splits": [{"name": "IID", "partition": "idd"}]}, "partition='idd' is not allowed"),
-        ({"paper_tables": ["main"]}, "there is no 'main'. Choose of: main_iid"),
+        ({"paper_tables": ["main"]}, "there is no 'main'. Choose from: main_iid"),
         ({"tasks": 2 * [{"task": "mnli", "model": "a", "cut": 1}]}, "the same place in the tables: mnli, a, IID, 1"),
     ],
 )
@@ -62,7 +62,7 @@ def test_bad_specs_are_refused(changes: dict[str, Any], message: str) -> None:
 
 def test_bad_files_are_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "broken.yaml").write_text("tasks: [")
-    for name, message in (("none.yaml", "cannot be read: No such file"), ("broken.yaml", "is no YAML")):
+    for name, message in (("none.yaml", "cannot be read: No such file"), ("broken.yaml", "is not valid YAML")):
         with pytest.raises(SystemExit) as left:
             main(["compare", str(tmp_path / name)])
         assert left.value.code == 2 and message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The report as one HTML file: tables to sort, curves, settings and every run, without anything from elsewhere."""
+"""The report as one self-contained HTML file: sortable tables, curves, settings and every run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .tables import Table, TableCell, make_tables
 
 
 def make_html(spec: Spec, results: Sequence[Result], runs: Path, failures: Sequence[Failure] = ()) -> str:
-    """Return the page; `runs` is where the folders of the runs lie."""
+    """Return the page. `runs` holds the folders of the runs."""
     cells = [result.cell for result in results]
     finished = {run.id for result in results for run, _ in result.tried}
     state = f"{len(finished)} of {total(cells)} runs finished, {datetime.now().astimezone():%d %B %Y, %H:%M %Z}"
@@ -37,16 +37,16 @@ def make_html(spec: Spec, results: Sequence[Result], runs: Path, failures: Seque
     )
     data = json.dumps(finite(chart_data(results, runs)), separators=(",", ":"))
     page = files(__package__).joinpath("report_template.html").read_text("utf-8")
-    # The data first: a title may hold what marks its place, and the data has no "<".
+    # The data comes first: a title might contain a marker, the data contains no "<".
     filled = {"/*data*/": data.replace("<", "\\u003c"), "<!--body-->": body, "<!--title-->": escape(spec.title)}
-    for place, content in filled.items():
-        before, _, after = page.partition(place)
+    for marker, content in filled.items():
+        before, _, after = page.partition(marker)
         page = before + content + after
     return page
 
 
 def chart_data(results: Sequence[Result], runs: Path) -> dict[str, Any]:
-    """Return what the page draws: the charts of each place, and the curve of each run."""
+    """Return the data of the charts."""
     order = list(dict.fromkeys(result.cell.variant.name for result in results))
     charts = []
     for place, found in by_place(results).items():
@@ -75,7 +75,7 @@ def _failures(failures: Sequence[Failure]) -> str:
 
 def _table(table: Table) -> str:
     head = "".join(_heading([*filter(None, column)], "number") for column in table.columns)
-    several = len(table.blocks()) > 1  # a single model is in the caption
+    several = len(table.blocks()) > 1  # a single model is named in the caption
     rows = []
     for row in table.rows:
         cells = f"<td>{escape(row.model)}</td>" * several + f"<td class=name>{escape(row.name)}</td>"
@@ -124,7 +124,7 @@ def _charts(results: Sequence[Result]) -> str:
 
 
 def _settings(results: Sequence[Result]) -> str:
-    """Return the options that all runs share, and for each place its own."""
+    """Return the options that all runs share, and those of each task, model and split."""
     runs = [(result, result.cell.first()[0]) for result in results if result.cell.refused is None]
     if not runs:
         return ""
@@ -156,13 +156,13 @@ def _definitions(title: str, entries: Mapping[str, Any]) -> str:
 def _runs(results: Sequence[Result]) -> str:
     rows: dict[str, str] = {}
     places = [(r.title, r.cell.spec.model, r.cell.split.name, str(r.cell.cut)) for r in results]
-    varies = [len(set(column)) > 1 for column in zip(*places, strict=True)]  # what all runs share is said above
+    varies = [len(set(column)) > 1 for column in zip(*places, strict=True)]  # shared values are in the settings
     for result, place in zip(results, places, strict=True):
         chosen = {run.id for run, _ in result.runs}
-        told = [*(text for text, shown in zip(place, varies, strict=True) if shown), result.cell.variant.name]
+        labels = [*(text for text, shown in zip(place, varies, strict=True) if shown), result.cell.variant.name]
         for run, summary in result.tried:
             kind = "" if run.id in chosen else " class=unchosen"
-            cells = "".join(f"<td>{escape(text)}</td>" for text in told) + _measured(run, summary)
+            cells = "".join(f"<td>{escape(text)}</td>" for text in labels) + _measured(run, summary)
             rows[run.id] = f'<tr{kind} title="{escape(run.id)}">{cells}</tr>'
     if not rows:
         return ""
@@ -178,7 +178,7 @@ def _runs(results: Sequence[Result]) -> str:
 
 
 def _measured(run: Run, summary: Summary) -> str:
-    """Return the columns of a run from the learning rate on."""
+    """Return the columns of a run, beginning with the learning rate."""
     scores = summary["scores"]
     shown = ", ".join(
         (f"{name} " if len(scores) > 1 else "") + ("diverged" if value is None or value != value else f"{value:.1f}")

@@ -1,4 +1,4 @@
-"""Pictures of a comparison: scores over rounds and over MiB, and how stale the gradients were."""
+"""Plots of a comparison: scores over rounds and over MiB, and the staleness of the gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROBED = {
 
 
 def by_place(results: Sequence[Result]) -> dict[tuple[str, str, str, int], list[Result]]:
-    """Return the results that differ in nothing but the method, by task, model, split and cut."""
+    """Group the results by task, model, split and cut, so that a group differs in the method only."""
     places: dict[tuple[str, str, str, int], list[Result]] = {}
     for result in results:
         key = result.title, result.cell.spec.model, result.cell.split.name, result.cell.cut
@@ -25,13 +25,13 @@ def by_place(results: Sequence[Result]) -> dict[tuple[str, str, str, int], list[
 
 
 def place_name(place: tuple[str, str, str, int]) -> str:
-    """Return a heading for what `by_place` goes by."""
+    """Return the heading of a group of `by_place`."""
     title, model, split, cut = place
     return f"{title}, {model}, {split}, cut {cut}"
 
 
 def write_plots(results: Sequence[Result], runs: Path, folder: Path) -> list[Path]:
-    """Draw each place with finished runs, which lie in `runs`, into `folder`; return the files."""
+    """Draw each group of `by_place` into `folder` and return the files. `runs` holds the folders of the runs."""
     written = []
     for place, found in by_place(results).items():
         name = re.sub(r"[^a-z0-9]+", "-", place_name(place).lower()).strip("-")

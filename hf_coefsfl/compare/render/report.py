@@ -1,4 +1,4 @@
-"""Writing all that a comparison reports."""
+"""Writes all files that a comparison reports."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def write_report(
         spec: the comparison.
         cells: its settings.
         root: where to write.
-        runs: where the folders of the runs lie.
+        runs: holds the folders of the runs.
         finished: the summaries of the finished runs, by id.
-        failures: of this call.
-        plots: draw the pictures too, which takes about a second each.
+        failures: the runs that failed in this call.
+        plots: whether to draw the plots, which takes about a second each.
     """
     results = gather(spec, cells, finished)
     tables = make_tables(results)

@@ -10,7 +10,7 @@ from .tables import BEST, SECOND, Column, Table, TableCell
 
 
 def notes(table: Table) -> Iterator[str]:
-    """Yield what a reader of the table has to know."""
+    """Yield the notes below the table."""
     yield "Mean and, over several seeds, standard deviation; best and second-best without the reference methods."
     if table.has(lambda cell: cell.score and cell.score.paper):
         yield "In brackets: the paper's figures."
@@ -70,7 +70,7 @@ def latex(table: Table) -> str:
 
 
 def _latex_head(columns: tuple[Column, ...]) -> list[str]:
-    """Return a header line for each level in use, equal neighbours under one heading."""
+    """Return a header line for each level in use. Equal neighbours share one heading."""
     levels = [level for level in range(4) if any(column[level] for column in columns)]
     lines = []
     for level in levels:

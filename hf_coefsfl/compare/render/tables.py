@@ -1,4 +1,4 @@
-"""The tables of a comparison in the paper's layout: methods below each other, a column for each task."""
+"""The tables of a comparison in the paper's layout: a row for each method, a column for each task."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BEST, SECOND = "best", "second"
 
 
 class Column(NamedTuple):
-    """Where a result stands. Levels that a table does not need are empty."""
+    """The headings over a result. Levels that a table does not need are empty."""
 
     cut: str
     split: str
@@ -30,7 +30,7 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class TableCell:
-    """One entry: a score, how it ranks, and whether all of its runs are there. Without a score it stays empty."""
+    """One entry: a score, its rank, and whether all of its runs have finished. Without a score it stays empty."""
 
     score: Score | None = None
     mark: str | None = None
@@ -66,7 +66,7 @@ class Table:
         return [(model, list(rows)) for model, rows in groupby(self.rows, key=lambda row: row.model)]
 
     def has(self, wanted: Callable[[TableCell], object]) -> bool:
-        """Return whether any entry is such."""
+        """Return whether any entry is wanted."""
         return any(wanted(cell) for row in self.rows for cell in row.cells)
 
 
@@ -125,7 +125,7 @@ def _marks(column: dict[str, tuple[Result, str]]) -> dict[str, str]:
 
 
 def ranks(values: dict[str, float]) -> dict[str, str]:
-    """Return the marks of the best and second-best. After several best ones there is no second."""
+    """Return the marks of the best and the second-best. If several are best, none is second."""
     if len(values) < 2:
         return {}
     order = sorted(set(values.values()), reverse=True)
@@ -162,7 +162,7 @@ def _order(column: Column, results: Sequence[Result]) -> tuple[int, ...]:
 
 
 def _shown(columns: tuple[Column, ...]) -> tuple[Column, ...]:
-    """Leave out what all columns have in common, but not the last level that tells anything."""
+    """Leave out what all columns have in common, but keep the last level that says anything."""
     varies = [len({column[level] for column in columns}) > 1 for level in range(4)]
     keep = [varies[0], varies[1], varies[2] or varies[3] or not any(varies), True]
     return tuple(Column(*(value if k else "" for value, k in zip(column, keep, strict=True))) for column in columns)
