@@ -1,16 +1,16 @@
-"""What a run over Flower moves and how long it takes: against the ledger, the simulation, and over a slow link.
+"""Measures bytes and seconds of a run over Flower, against the ledger and the simulation, also over a slow link.
 
 python benchmarks/deployment.py [--rate 20] [--delay 50] [--rows 96] [--rounds 2] [--methods vanilla coef_j]
 
-A real SuperLink and two real SuperNodes on this machine. Each SuperNode reaches the SuperLink through a TCP proxy of
-its own, which counts every byte and can be slow: it lets `--rate` Mbit/s through in each direction, each byte arrives
-`--delay` ms later, and a connection takes a round trip to open. What the proxies see is what a client's network would
-carry above TCP: HTTP's headers and Flower's polling count, those of TCP and IP and its slow start do not, and there is
-no TLS. Seconds are those of the clock on the wall.
+The script runs a real SuperLink and two real SuperNodes on this machine. Each SuperNode reaches the SuperLink through
+a TCP proxy of its own, which counts every byte and can be slow: it lets `--rate` Mbit/s through in each direction, each
+byte arrives `--delay` ms later, and opening a connection takes a round trip. The proxies see what a client's network
+would carry above TCP. HTTP headers and Flower's polling count. The headers of TCP and IP and TCP's slow start do not,
+and there is no TLS. Seconds are wall-clock time.
 
-Wire bytes are counted from the beginning of the first round to the end of the last. The start of a run (the app, who
-is who) is no part of the ledger; the column "whole run" has it too, with all that came before and after the rounds.
-Payload bytes are what hf_coefsfl gives to Flower: the ledger's tensors and the files that they are in.
+Wire bytes are counted from the beginning of the first round to the end of the last. The start of a run (sending the
+app, introductions) is not part of the ledger. The column "whole run" includes it, and everything else before and after
+the rounds. Payload bytes are what hf_coefsfl gives to Flower: the ledger's tensors and the files that hold them.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ __all__ = ["app"]
 
 
 class Lane:
-    """One direction of a link: its connections share the rate, and every byte comes later by the delay."""
+    """One direction of a link. Its connections share the rate, and every byte arrives later by the delay."""
 
     def __init__(self) -> None:
         self.rate, self.delay = math.inf, 0.0  # bytes per second, seconds

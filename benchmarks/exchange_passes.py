@@ -1,8 +1,8 @@
-"""Which way of running the passes of an exchange is the fastest, on ViT-Tiny's halves and one thread.
+"""Compares ways to run the passes of an exchange, on ViT-Tiny's halves and one thread.
 
 python benchmarks/exchange_passes.py [--json passes.json]
 
-Each row compares two ways to compute the same thing, run in turn; the median of the paired ratios counts.
+Each row compares two ways to compute the same thing. They run in turn, and the median of the paired ratios counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each side holds: parameters of the whole model and of its halves, and the memory of a process that loads one.
+"""Prints the parameters of a model and of its halves, and the memory of a process that loads one half.
 
 python benchmarks/halves.py
 """

@@ -1,10 +1,10 @@
-"""An exchange of a gigabyte over Flower on loopback: does it pass, and how much memory does each process take?
+"""Sends an exchange of a gigabyte over Flower on loopback and prints the memory that each process takes.
 
 python benchmarks/large_exchange.py --gib 1
 
-One client uploads the activations of a wide, shallow BERT on random texts and gets as many gradients back (method
-`reuse`), in chunks. The memory of every process is looked at five times a second; "grew" is its peak above what it had
-when it was first seen, which for the client is the process that it is forked from.
+One client uploads the activations of a wide, shallow BERT on random texts, and the server sends as many gradients back
+(method `reuse`), in chunks. The memory of every process is read five times a second. "Grew" is its peak above the first
+reading. The client's process is forked, so its first reading is that of the process it is forked from.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedTo
 
 from hf_coefsfl.cli import main as coefsfl
 
-HIDDEN, TOKENS, BATCH = 1024, 512, 2  # small batches: what a pass keeps should not hide what the exchange does
+HIDDEN, TOKENS, BATCH = 1024, 512, 2  # small batches, so that the memory of a pass does not hide that of the exchange
 ROLES = {
     "flower-superlink": "SuperLink",
     "flwr-serverapp": "ServerApp",

@@ -1,11 +1,11 @@
-"""How many tokens can the server read off smashed data? An attack by someone who knows the client half.
+"""Measures how many tokens the server can read off smashed data, by an attacker who knows the client half.
 
 python benchmarks/leakage.py
 
-The attacker runs the client half, as it is when training starts, over texts of the same kind, notes the mean activation
-of each token, and names for every private token the nearest of them (by cosine). That is a simple attack: a trained
-decoder would do better, so the shares are what leaks at least. Tokens that the attacker has never seen count as wrong,
-and the special tokens at both ends and padding do not count.
+The attacker runs the client half, as it is when training starts, over texts of the same kind and notes the mean
+activation of each token. For every private activation, the attacker guesses the token with the nearest mean (by
+cosine). The attack is simple and a trained decoder would do better, so the shares are lower bounds of what leaks.
+Tokens that the attacker has never seen count as wrong. Special tokens and padding do not count.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def smash(client, tokenizer, texts: list[str], noise: float, generator: torch.Ge
 
 
 def recovered(known: tuple, private: tuple) -> float:
-    """Return the share of private tokens that are the nearest known one."""
+    """Return the share of private tokens that the attacker guesses right."""
     ids, vectors = known
     seen, places = ids.unique(return_inverse=True)
     means = torch.zeros(len(seen), vectors.shape[1]).index_add_(0, places, vectors)
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=SHARED / "data" / "sick_nli")
     parser.add_argument("--cuts", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--noises", type=float, nargs="+", default=[0.0, 0.1, 0.3, 1.0])
-    parser.add_argument("--texts", type=int, default=1000, help="of the attacker, and as many private ones")
+    parser.add_argument("--texts", type=int, default=1000, help="number of texts of the attacker, and of private ones")
     arguments = parser.parse_args()
     for path in (arguments.model, arguments.data):
         if not path.exists():
@@ -71,7 +71,7 @@ def main() -> None:
         client = split_model(model, cut).client.eval()
         generator = torch.Generator().manual_seed(0)
         shares = []
-        for noise in arguments.noises:  # the attacker knows how strong it is, and learns from as noisy activations
+        for noise in arguments.noises:  # the attacker knows its strength and learns from equally noisy activations
             known = smash(client, tokenizer, texts[:half], noise, generator)
             shares.append(recovered(known, smash(client, tokenizer, texts[half:], noise, generator)))
         scale = smash(client, tokenizer, texts[:50], 0.0, generator)[1].square().mean().sqrt().item()

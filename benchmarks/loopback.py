@@ -1,4 +1,4 @@
-"""A real SuperLink and real SuperNodes on this machine, for tests and benchmarks of the deployment.
+"""Starts a real SuperLink and real SuperNodes on this machine, for tests and benchmarks of the deployment.
 
 with Loopback(folder) as flower:
     flower.start_node({"partition-id": 0, ...})
@@ -35,10 +35,10 @@ def as_config(values: dict[str, Any]) -> str:
 
 
 class Loopback:
-    """Flower's processes, each in a group of its own, with their logs in a folder; they end with the `with`.
+    """Flower's processes, each in its own process group, with their logs in a folder. They end with the `with` block.
 
     Args:
-        folder: for logs, Flower's own files and the clients' work.
+        folder: holds logs, Flower's own files and the clients' work.
         tls: certificates (ca, certificate, key) of the SuperLink; None: no TLS.
         authenticate: whether nodes need a registered key.
         warm: whether clients keep a process with everything loaded, as `hf_coefsfl.flower.supernode` does.
@@ -110,7 +110,7 @@ class Loopback:
         return self.command(command, timeout)
 
     def register(self, key: Path) -> str:
-        """Tell the SuperLink of a node's public key; return what it says."""
+        """Register a node's public key with the SuperLink; return what it prints."""
         return self.command(["flwr", "supernode", "register", f"{key}.pub", "local"])
 
     def command(self, command: list[str], timeout: float = 60.0) -> str:

@@ -1,9 +1,9 @@
-"""What `coefsfl cost` predicts of a process's memory, against what fresh processes took for a round of training.
+"""Compares the memory that `coefsfl cost` predicts with what fresh processes take for a round of training.
 
 python benchmarks/memory.py
 
-Each figure is the peak of the resident memory (VmHWM, so on Linux only) of a process of its own, less what it had
-before the model was built. By then it has trained a tiny model, so that imports and the like do not count.
+Each figure is the peak of the resident memory of a fresh process (VmHWM, so on Linux only), less what it had before
+the model was built. By then it has trained a tiny model, so that imports and other one-time costs do not count.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PARTS = {"process": ("vanilla", "coef_j", "acc_sfl"), "client": ("vanilla", "coe
 
 
 class MadeUp(Dataset[dict[str, Any]]):
-    """Samples that are made when they are read, so that the dataset itself takes no memory."""
+    """Samples that are made when they are read. The dataset itself takes no memory."""
 
     def __init__(self, samples: Samples, size: int):
         self.samples, self.size = samples, size
@@ -67,7 +67,7 @@ def status(name: str) -> int:
 
 
 def start_measuring() -> int:
-    """Forget the peak so far, and return the memory of now."""
+    """Reset the peak and return the present memory."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     return status("VmRSS")

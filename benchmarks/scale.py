@@ -1,10 +1,10 @@
-"""How a round and the set-up of a run grow: with the clients, their samples, the tokens of a sample, the cut, the rows.
+"""Measures how a round and the set-up of a run grow with clients, samples, tokens, the cut and rows.
 
 python benchmarks/scale.py
 
-Seconds are those of the processor, on one thread, so that other programs do not count; of rounds, the least of three.
-Memory is the peak of the bytes of tensors that live in a round, beside the model, and the peak of what Python allocates
-in it (tracemalloc).
+Seconds are processor time on one thread, so that other programs do not count. Of three rounds the fastest counts.
+Memory is the peak of the bytes of live tensors in a round, beside the model, and the peak of what Python allocates in
+it (tracemalloc).
 """
 
 from __future__ import annotations

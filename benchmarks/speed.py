@@ -1,11 +1,11 @@
-"""What the split federated machinery costs: one client's round against the bare passes that the method asks for.
+"""Compares one client's round with the bare passes that the method needs: what does the package itself cost?
 
 python benchmarks/speed.py [--methods vanilla coef_j] [--models vit-tiny text] [--json speed.json]
 
 The bare passes are the method's forward and backward passes and optimizer steps, written in plain PyTorch on the
-unsplit model: no halves, no messages, no meter, no synchronised dropout, batches collated beforehand. Both sides of a
-ratio run in turn in this process on one thread, with freed memory kept, and the median of the paired ratios counts.
-That both do the same work is checked by counting their matrix products. Exits with 1 where a ratio misses its target.
+unsplit model: no halves, no messages, no meter, no synchronised dropout, and batches collated beforehand. Both sides of
+a ratio run in turn in this process on one thread, with freed memory kept. The median of the paired ratios counts.
+Counting matrix products checks that both do the same work. The script exits with 1 if a ratio misses its target.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from hf_coefsfl.split.lora import default_lora
 
 CUT = {"vit-tiny": 4, "text": 2}
 BATCHES, BATCH_SIZE, LABELS, TOKENS = 2, {"vit-tiny": 4, "text": 8}, 4, 64
-LONG_ROUND = 8  # batches, where the round is compared with plain fine-tuning; the paper's clients have 32
+LONG_ROUND = 8  # batches in the comparison with plain fine-tuning; the paper's clients have 32
 LEARNING_RATE = 1e-4
 ROUND_TARGET, TRAINING_TARGET = 0.90, 0.95
 # Fewer repetitions of the same passes than by default, so that the script ends in minutes.
@@ -114,7 +114,7 @@ def make_trainer(name: str, method: str, batches: int = BATCHES, **changes: Any)
         learning_rate=LEARNING_RATE,
         disable_tqdm=True,
         use_cpu=True,
-        on_client_failure="skip",  # where products are made up to be counted, a loss may be NaN
+        on_client_failure="skip",  # a loss may be NaN while products are made up for counting
         **changes,
     )
     rows = make_rows(name, batches * BATCH_SIZE[name])
@@ -347,7 +347,7 @@ class Bare:
 def keep_memory() -> None:
     """Have glibc keep freed memory, which it otherwise gives back from the top of its heap and fetches page by page.
 
-    When it does so depends on which block happens to lie on top, which is no property of the code that is measured.
+    When it does so depends on which block happens to lie on top, which is not a property of the measured code.
     """
     if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
         mmap_threshold, trim_threshold = -3, -1  # of malloc.h
@@ -440,7 +440,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="compare compiled rounds with uncompiled ones instead")
     parser.add_argument("--system-malloc", action="store_true", help="leave the settings of malloc as they are")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
-    parser.add_argument("--no-check", action="store_true", help="exit with 0 even where a target is missed")
+    parser.add_argument("--no-check", action="store_true", help="exit with 0 even if a target is missed")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if not options.system_malloc:

@@ -1,11 +1,11 @@
-"""Whether the clients of a round, trained in one batch, are faster than one after the other.
+"""Measures whether training the clients of a round in one batch is faster than one after the other.
 
 python benchmarks/stacked_clients.py [--clients 2 5 10] [--batch-sizes 32 4] [--json stacked.json]
 
 All clients share the frozen weights and differ in their LoRA factors. One block of ViT-Tiny's shapes (197 tokens of 192
 features, rank 4 on all projections) runs forward and backward for K clients: one after the other; stacked, with the
 frozen products over all clients' tokens at once and the factors applied by batched products; and by vmap over stacked
-factors. Plain PyTorch on one thread; ways run in turn, and the median of the paired ratios counts.
+factors. It is plain PyTorch on one thread. The ways run in turn, and the median of the paired ratios counts.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     accelerate launch recipes/food101_coefj.py
 
-ViT-Tiny, cut after 4 of its 12 blocks; 50 clients, 10 % of them a round. With the larger model of the paper:
+ViT-Tiny, cut after 4 of its 12 blocks; 50 clients, 10 % of them per round. With the larger model of the paper:
 
     accelerate launch recipes/food101_coefj.py --model_name_or_path google/vit-base-patch16-224
 
-All options: --help. They may also come from a file: accelerate launch recipes/food101_coefj.py options.yaml
+--help lists all options. A file can hold them too: accelerate launch recipes/food101_coefj.py options.yaml
 """
 
 from hf_coefsfl.tasks.run import run

@@ -2,13 +2,13 @@
 
     accelerate launch recipes/mnli_coefj.py
 
-DistilRoBERTa, cut after 2 of its 6 blocks; 50 clients, 10 % of them a round; the matched and the mismatched validation
-set. Any other corpus of sentence pairs, from the Hub or from disk:
+DistilRoBERTa, cut after 2 of its 6 blocks; 50 clients, 10 % of them per round; evaluated on the matched and the
+mismatched validation set. Any other corpus of sentence pairs, from the Hub or from disk:
 
     accelerate launch recipes/mnli_coefj.py --dataset_name stanfordnlp/snli
     accelerate launch recipes/mnli_coefj.py --dataset_name my_pairs/ --columns premise=first hypothesis=second
 
-All options: --help. They may also come from a file: accelerate launch recipes/mnli_coefj.py options.yaml
+--help lists all options. A file can hold them too: accelerate launch recipes/mnli_coefj.py options.yaml
 """
 
 from hf_coefsfl.tasks.run import run

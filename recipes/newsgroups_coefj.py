@@ -1,13 +1,13 @@
-"""Topics of posts in 20 Newsgroups with CoeF-J.
+"""Classification of posts by topic on 20 Newsgroups with CoeF-J.
 
     accelerate launch recipes/newsgroups_coefj.py
 
-DistilRoBERTa, cut after 2 of its 6 blocks; posts cut at 256 tokens; 50 clients, 10 % of them a round. The paper's
-non-IID split:
+DistilRoBERTa, cut after 2 of its 6 blocks; posts truncated to 256 tokens; 50 clients, 10 % of them per round.
+The paper's non-IID split:
 
     accelerate launch recipes/newsgroups_coefj.py --partition dirichlet --dirichlet_alpha 0.5
 
-All options: --help. They may also come from a file: accelerate launch recipes/newsgroups_coefj.py options.yaml
+--help lists all options. A file can hold them too: accelerate launch recipes/newsgroups_coefj.py options.yaml
 """
 
 from hf_coefsfl.tasks.run import run

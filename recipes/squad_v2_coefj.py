@@ -1,13 +1,13 @@
-"""Extractive question answering on SQuAD v2.0 with CoeF-J: the span that answers a question, or no answer.
+"""Extractive question answering on SQuAD v2.0 with CoeF-J: find the span that answers a question, or none.
 
     accelerate launch recipes/squad_v2_coefj.py
 
-DistilRoBERTa, cut after 2 of its 6 blocks; windows of 384 tokens that share 128; 50 clients, 10 % of them a round.
-A client for each article instead of equal shares:
+DistilRoBERTa, cut after 2 of its 6 blocks; windows of 384 tokens that share 128; 50 clients, 10 % of them per round.
+One client per article instead of equal shares:
 
     accelerate launch recipes/squad_v2_coefj.py --partition column --partition_column title
 
-All options: --help. They may also come from a file: accelerate launch recipes/squad_v2_coefj.py options.yaml
+--help lists all options. A file can hold them too: accelerate launch recipes/squad_v2_coefj.py options.yaml
 """
 
 from hf_coefsfl.tasks.run import run

@@ -2,11 +2,11 @@
 
     accelerate launch recipes/tiny_imagenet_coefd.py
 
-ViT-Tiny, cut after 4 of its 12 blocks; 50 clients, 10 % of them a round. timm's weights work as well:
+ViT-Tiny, cut after 4 of its 12 blocks; 50 clients, 10 % of them per round. timm's weights work too:
 
     accelerate launch recipes/tiny_imagenet_coefd.py --model_name_or_path timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k
 
-All options: --help. They may also come from a file: accelerate launch recipes/tiny_imagenet_coefd.py options.yaml
+--help lists all options. A file can hold them too: accelerate launch recipes/tiny_imagenet_coefd.py options.yaml
 """
 
 from hf_coefsfl.tasks.run import run

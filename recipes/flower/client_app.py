@@ -1,4 +1,4 @@
-"""What runs on each client: `hf_coefsfl.flower.client_app`."""
+"""The app of each client: `hf_coefsfl.flower.client_app`."""
 
 from hf_coefsfl.flower import client_app as app
 

@@ -1,11 +1,14 @@
-"""Make what the deployment example needs, with nothing to download: a model, the data of two sites, and test data.
+"""Makes the files of the deployment example without a download: a model, the data of two sites, and test data.
 
     python recipes/flower/example.py
 
-writes to `example/`: `site0` and `site1`, the private images of two owners (scikit-learn's digits; the first has mostly
-small digits, the second mostly large ones), `test`, what the server evaluates on, `all`, both sites in one for Flower's
-simulation engine, `model`, a tiny vision transformer pretrained for some seconds on other images of the digits 0 to 4,
-and `flwr/config.toml`, which tells Flower's commands where the SuperLink is.
+It writes to `example/`:
+
+    site0, site1      the private images of two owners (scikit-learn's digits; mostly small digits, mostly large ones)
+    test              the images on which the server evaluates
+    all               both sites in one, for Flower's simulation engine
+    model             a tiny vision transformer, pretrained for a few seconds on other images of the digits 0 to 4
+    flwr/config.toml  tells Flower's commands where the SuperLink is
 """
 
 import argparse
@@ -19,7 +22,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor, set_seed
 
-PUBLIC, TEST = 500, 400  # images; the others are the sites'
+PUBLIC, TEST = 500, 400  # images; the sites share the rest
 FLOWER = """\
 [superlink]
 default = "local"
@@ -41,7 +44,7 @@ def save(images: list[Image.Image], labels: list[int], path: Path) -> None:
 
 
 def pretrain(images: list[Image.Image], labels: list[int], folder: Path, steps: int = 300) -> None:
-    """Write a small ViT that tells the public digits apart, with a new head, and its image processor."""
+    """Write a small ViT trained on the public digits, with a new head, and its image processor."""
     set_seed(0)
     config = ViTConfig(
         hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, image_size=8, patch_size=2,
@@ -66,9 +69,9 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("example"), help="default: %(default)s")
     folder = parser.parse_args().output_dir
     torch.set_num_threads(1)
-    found, labels = load_digits(return_X_y=True)
-    order = np.random.default_rng(0).permutation(len(found))
-    images = [Image.fromarray((found[i].reshape(8, 8) * 15.9).astype("uint8")).convert("RGB") for i in order]
+    pixels, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(pixels))
+    images = [Image.fromarray((pixels[i].reshape(8, 8) * 15.9).astype("uint8")).convert("RGB") for i in order]
     digits = [int(labels[i]) for i in order]
     public = [i for i in range(PUBLIC) if digits[i] < 5]
     pretrain([images[i] for i in public], [digits[i] for i in public], folder / "model")

@@ -1,4 +1,4 @@
-"""What runs on the server: `hf_coefsfl.flower.server_app`."""
+"""The app of the server: `hf_coefsfl.flower.server_app`."""
 
 from hf_coefsfl.flower import server_app as app
 
