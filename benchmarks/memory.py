@@ -31,6 +31,7 @@ from hf_coefsfl.analysis.cost import CostModel, Round
 from hf_coefsfl.analysis.memory import Run, footprint
 from hf_coefsfl.analysis.tables import MIB, format_table
 from hf_coefsfl.methods import Method, make_method
+from hf_coefsfl.methods.parts.costs import RoundKind
 from hf_coefsfl.protocol.client_side import ClientSide
 from hf_coefsfl.protocol.context import RoundContext
 from hf_coefsfl.protocol.messages import Feedback, Message, SmashedData
@@ -203,7 +204,7 @@ def save_sides(case: dict[str, Any], folder: Path) -> None:
 def row_of(case: dict[str, Any], cost: CostModel) -> dict[str, Any]:
     plan = Round(case["num_samples"], case["batch_size"])
     run = Run(num_rounds=1, clients_per_round=case["clients"], num_clients=case["clients"])
-    predicted = footprint(cost, make_method(case["method"]), case["cut"], plan, run)
+    predicted = footprint(cost, RoundKind(make_method(case["method"])), case["cut"], plan, run)
     part: dict[str, int] = getattr(predicted, case["part"])
     if case["part"] == "process":
         found = measured(case)

@@ -15,7 +15,7 @@ from transformers import SchedulerType, Trainer, TrainingArguments, get_schedule
 from transformers.training_args import OptimizerNames
 
 from ._bfloat16 import check_bfloat16
-from .methods import Method, make_method
+from .methods import DEFAULT_METHOD, METHODS, WARM_UP_METHOD, Method, make_method
 from .methods.base import at_least
 from .protocol.packing import EXCHANGE_DTYPES
 
@@ -60,11 +60,13 @@ class SplitFedConfig(TrainingArguments):
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "method_kwargs"]
 
     # --- Method ---
-    method: str = field(default="coef_j", metadata={"help": "Training method; `METHODS` lists them."})
+    method: str = field(default=DEFAULT_METHOD, metadata={"help": "Training method; `METHODS` lists them."})
     method_kwargs: dict | str | None = field(
         default=None, metadata={"help": 'Options of the method, e.g. {"num_projections": 1}.'}
     )
-    warmup_rounds: int = field(default=3, metadata={"help": "First rounds, which run vanilla SFL whatever the method."})
+    warmup_rounds: int = field(
+        default=3, metadata={"help": f"First rounds, which run {METHODS[WARM_UP_METHOD].title} whatever the method."}
+    )
 
     staleness_probe: int = field(
         default=0,
@@ -195,11 +197,12 @@ class SplitFedConfig(TrainingArguments):
         for name in ("max_grad_norm", "weight_decay", "smashed_noise"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be a finite number of at least 0.")
-        if self.method != "vanilla" and self.warmup_rounds >= self.num_rounds:
+        if self.method != WARM_UP_METHOD and self.warmup_rounds >= self.num_rounds:
             logger.warning(
-                "warmup_rounds=%d covers all num_rounds=%d: only vanilla SFL will run, not %s.",
+                "warmup_rounds=%d covers all num_rounds=%d: only %s will run, not %s.",
                 self.warmup_rounds,
                 self.num_rounds,
+                METHODS[WARM_UP_METHOD].title,
                 self.method,
             )
         self.exchange_memory_limit = read_size("exchange_memory_limit", self.exchange_memory_limit)

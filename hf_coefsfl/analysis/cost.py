@@ -1,14 +1,14 @@
 """What a round of each method costs one client and the server, without training.
 
-The round script of a method itself is run on the two halves of the model, with one or two samples a
-batch, and counted. What it moves and computes is a + b·B + c·N + d·n₁ for B batches of N samples in all
-and n₁ in the first, whose forward pass the client need not repeat; so four such rounds tell what any round
-costs. Where a method is not of that form (GAS, FSL-SAGE), its own options and functions say how it goes on.
+The method's own round script runs on the two halves of the model, with one or two samples a batch, and is
+counted. It moves and computes a + b·B + c·N + d·n₁ for B batches of N samples in all and n₁ in the first,
+whose forward pass the client need not repeat. So four such rounds determine the cost of any round. A method
+whose rounds also do other work says how much (`Method.round_kinds`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,9 +17,8 @@ from peft import get_peft_model
 from transformers import PreTrainedModel
 
 from ..federation.sampling import shuffled_batches
-from ..methods import METHODS, Method, make_method
-from ..methods.fsl_sage import FSLSAGE
-from ..methods.gas import GAS, num_generated, share_of
+from ..methods import Method, make_method
+from ..methods.parts.costs import RoundKind, StoredWork, Workload
 from ..methods.parts.math_attention import differentiable_attention
 from ..protocol.client_side import ClientSide
 from ..protocol.context import RoundContext
@@ -120,17 +119,6 @@ class Round:
         return [len(batch) for batch in shuffled_batches(0, 0, 0, self.num_samples, self.batch_size)]
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of round that a method has: its label, and the index of a round of this kind."""
-
-    label: str
-    method: Method
-    index: int = 0
-    aligns_in: FSLSAGE | None = None  # the method that also aligns in this round
-    happens: bool = True
-
-
 class CostModel:
     """Costs the methods on one model: LoRA is put on it once, and it is split anew for each cut."""
 
@@ -163,33 +151,39 @@ class CostModel:
         return self._splits[cut]
 
     def costs(self, method: Method, cut: int, plan: Round, run: Run | None = None) -> list[Cost]:
-        """Return what a method costs, one entry for each kind of round it has; with `run` also what a run takes.
+        """Return the costs of a method, one entry for each kind of round it has; with `run` also those of a run.
 
-        Raises a ValueError where the method cannot train this model.
+        Raises a ValueError if the method cannot train this model.
         """
-        kinds = self.kinds(method, cut, plan.local_epochs)
+        kinds = self.kinds(method, cut, plan)
         costs = [self._cost(kind, coefficients, cut, plan) for kind, coefficients in kinds]
         if run is None:
             return costs
-        plain = next(_kinds(method))  # aligning is left out of the memory
-        generated = generated_samples(method, plan, self.samples.loss_spec.num_labels) if isinstance(method, GAS) else 0
-        taken = footprint(self, plain.method, cut, plan, run, costs[0], index=plain.index, generated=generated)
+        usual = replace(kinds[0][0], stored=None)  # work on stored samples is left out of the memory
+        taken = footprint(self, usual, cut, plan, run, costs[0])
         return [replace(cost, footprint=taken) for cost in costs]
 
-    def kinds(self, method: Method, cut: int, local_epochs: int = 1) -> list[tuple[Kind, Coefficients]]:
+    def kinds(self, method: Method, cut: int, plan: Round) -> list[tuple[RoundKind, Coefficients]]:
         """Return the kinds of round that a method has, each with (a, b, c), and d, of all that is counted."""
         method.check_loss(self.samples.loss_spec)
-        found: list[tuple[Kind, Coefficients]] = []
-        for kind in _kinds(method):
-            if kind.aligns_in is None:
+        measured: list[tuple[RoundKind, Coefficients]] = []  # without the work on stored samples
+        kinds: list[tuple[RoundKind, Coefficients]] = []
+        for kind in method.round_kinds(self.workload(plan)):
+            plain = next((c for k, c in measured if (k.method, k.index) == (kind.method, kind.index)), None)
+            if plain is None:
                 sizes = ([1], [2], [1, 1], [1, 2])
-                rounds = [self.measure(kind.method, cut, batches, local_epochs, kind.index) for batches in sizes]
-                found.append((kind, _solve(*rounds)))
-            else:
-                found.append((kind, self._aligned(kind, found[-1][1], cut, local_epochs)))
-        return [(kind, counted) for kind, counted in found if kind.happens]
+                plain = _solve(*(self.measure(kind.method, cut, s, plan.local_epochs, kind.index) for s in sizes))
+                measured.append((kind, plain))
+            stored = kind.stored
+            kinds.append((kind, plain if stored is None else self._with_stored(plain, stored, cut, plan.local_epochs)))
+        return kinds
 
-    def _cost(self, kind: Kind, coefficients: Coefficients, cut: int, plan: Round) -> Cost:
+    def workload(self, plan: Round, run: Run | None = None, rounds: int = 1) -> Workload:
+        """Return a client's round, and the run around it, as methods know it."""
+        labels = self.samples.loss_spec.num_labels
+        return Workload(plan.sizes, labels) if run is None else Workload(plan.sizes, labels, rounds, run.distinct)
+
+    def _cost(self, kind: RoundKind, coefficients: Coefficients, cut: int, plan: Round) -> Cost:
         N, B, first = plan.num_samples, len(plan.sizes), plan.sizes[0]
 
         def value(name: str, batches: int, samples: int) -> int:
@@ -197,22 +191,18 @@ class CostModel:
             return a + b * batches + c * samples + coefficients.get(f"first.{name}", (0,))[0] * first
 
         counted = {name: value(name, B, N) for name in coefficients if not name.startswith("first.")}
-        # What lives for one batch grows with its size only.
+        # What is held for one batch grows with its size only.
         for name in ("memory.activations", "memory.batch_messages"):
             counted[name] = value(name, 1, first)
         for name in ("memory.weights", "memory.optimizer"):
             counted[name] = sum(coefficients[name])
-        if isinstance(kind.method, GAS):
+        for name in ("server_flops", "placeholder_flops"):
             # Coefficients are of all epochs of a round, and so are the training steps on what is generated.
-            generated = generated_samples(kind.method, plan, self.samples.loss_spec.num_labels)
-            counted["server_flops"] += generated * coefficients["train_flops"][2]
-            counted["placeholder_flops"] += generated * coefficients["train_placeholder_flops"][2]
-        if kind.aligns_in is not None:
-            buffered = min(kind.aligns_in.buffer_size, sum(plan.sizes[:: kind.aligns_in.buffer_every]))
-            for name in ("server_flops", "placeholder_flops"):
-                counted[name] += buffered * sum(coefficients[f"alignment.{name}"])
+            counted[name] += kind.generated * coefficients[f"train.{name}"][2]
+            if kind.stored is not None:
+                counted[name] += kind.stored.samples * coefficients[f"stored.{name}"][0]
         return Cost(
-            method=kind.label,
+            method=f"{kind.method.name} ({kind.label})" if kind.label else kind.method.name,
             title=type(kind.method).title,
             cut=cut,
             num_samples=N,
@@ -225,27 +215,22 @@ class CostModel:
             client_memory=_below(counted, "memory"),
         )
 
-    def _aligned(self, kind: Kind, plain: Coefficients, cut: int, local_epochs: int) -> Coefficients:
-        """Return the coefficients of an alignment round of FSL-SAGE, from those of a plain one.
+    def _with_stored(self, plain: Coefficients, work: StoredWork, cut: int, local_epochs: int) -> Coefficients:
+        """Return the coefficients of a round with work on stored samples, from those of a round without.
 
-        Aligning costs (true gradient + epochs · double backward) for each sample in the buffer, and
-        the buffer does not grow with the client's samples once it is full. So it is counted on a buffer
-        of one sample, with one epoch and with two.
+        The work costs (what is done once + epochs · what is done in each) for each stored sample, whatever the samples
+        of the client. So it is counted on one stored sample, with one epoch and with two.
         """
-        assert kind.aligns_in is not None
-        once, twice = (
-            self.measure(replace(kind.aligns_in, buffer_size=1, align_epochs=n), cut, [1], local_epochs) for n in (1, 2)
-        )
-        aligned = dict(plain)
+        once, twice = (self.measure(method, cut, [1], local_epochs) for method in (work.once, work.twice))
+        coefficients = dict(plain)
         for name, counted in once.items():
             a, b, c = plain.get(name, (0, 0, 0))
             added = counted - (a + b + c + plain.get(f"first.{name}", (0,))[0])
             if name in ("server_flops", "placeholder_flops"):
-                epochs = (kind.aligns_in.align_epochs - 1) * (twice[name] - counted)
-                aligned[f"alignment.{name}"] = (added + epochs, 0, 0)
+                coefficients[f"stored.{name}"] = (added + (work.epochs - 1) * (twice[name] - counted), 0, 0)
             elif not name.startswith("memory."):
-                aligned[name] = (a + added, b, c)
-        return aligned
+                coefficients[name] = (a + added, b, c)
+        return coefficients
 
     def round_context(self, local_epochs: int = 1, round_index: int = 0) -> RoundContext:
         """Return where a measured round stands."""
@@ -276,15 +261,15 @@ class CostModel:
             link = CountedLink(method, client, server.counter)
             with differentiable_attention(), server.counter:
                 method.round(link, server)
-        link.meter.federate({**ours, **method.federated()}, {})  # an averaged head is none of the paper's table
+        link.meter.federate({**ours, **method.federated()}, {})  # the paper's table leaves an averaged head out
         exchanged = sum(client.initial.nbytes().values())
         numbers = {
             "transfers": link.meter.transfers,
             "client_flops": server.counter.flops["client"],
             "server_flops": server.counter.flops["server"],
             "placeholder_flops": sum(server.counter.placeholder_flops.values()),
-            "train_flops": server.train_flops,
-            "train_placeholder_flops": server.train_placeholder_flops,
+            "train.server_flops": server.train_flops,
+            "train.placeholder_flops": server.train_placeholder_flops,
             "memory.weights": split.client.nbytes() + link.foreign_weights(),
             "memory.optimizer": link.optimizer_bytes(),
             "memory.exchange": exchanged + link.round_messages,
@@ -317,34 +302,6 @@ def _below(counted: Numbers, prefix: str) -> Numbers:
     return {name: size for name, size in found.items() if size}
 
 
-# ---- Methods with several kinds of round, or that do not grow evenly ----
-
-
-def _kinds(method: Method) -> Iterator[Kind]:
-    if not isinstance(method, FSLSAGE):
-        yield Kind(method.name, method)
-        return
-    quiet = replace(method, align_every=max(2, method.align_every))  # so that round 1 does not align
-    yield Kind(method.name, quiet, index=1, happens=method.align_every > 1)
-    yield Kind(f"{method.name} (alignment)", method, aligns_in=method)
-
-
-def generated_samples(method: GAS, plan: Round, num_labels: int) -> int:
-    """Return how many activations GAS generates in an epoch if a client has its classes in turn."""
-
-    def counts(start: int, stop: int) -> list[int]:
-        return [len(range(start + (label - start) % num_labels, stop, num_labels)) for label in range(num_labels)]
-
-    if not method.per_batch:
-        return num_generated(counts(0, plan.num_samples), method.samples_per_class)
-    total, start = 0, 0
-    for batch, size in enumerate(plan.sizes):
-        share = share_of(method.samples_per_class, batch, len(plan.sizes))
-        total += num_generated(counts(start, start + size), share)
-        start += size
-    return total
-
-
 def cost_methods(
     model: CostModel,
     methods: Iterable[str],
@@ -356,9 +313,3 @@ def cost_methods(
     """Return the costs of some methods by name; `options` holds the `method_kwargs` of those that have any."""
     chosen = [make_method(name, (options or {}).get(name)) for name in methods]
     return [cost for method in chosen for cost in model.costs(method, cut, plan, run)]
-
-
-def known_methods() -> list[str]:
-    """Return the names of the methods, those of the paper's cost table first and in its order."""
-    order = ("vanilla", "oracle", "reuse", "acc_sfl", "mu_splitfed", "fsl_sage", "gas", "coef_d", "coef_j")
-    return [*(name for name in order if name in METHODS), *(name for name in METHODS if name not in order)]

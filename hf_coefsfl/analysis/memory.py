@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_leaves
 from ..federation.ledger import Ledger
 from ..methods import Method
 from ..methods.base import ClientState
-from ..methods.fsl_sage import FSLSAGE
-from ..methods.gas import GAS
+from ..methods.parts.costs import RoundKind
 from ..protocol.client_side import ClientSide
 from ..protocol.link import LocalLink
 from ..protocol.messages import Message, SmashedData
@@ -272,24 +271,16 @@ def peaks(two: History, three: History, more: NDArray[np.int64], size: int, gene
 
 
 def footprint(
-    model: CostModel,
-    method: Method,
-    cut: int,
-    plan: Round,
-    run: Run,
-    cost: Cost | None = None,
-    *,
-    index: int = 0,
-    generated: int = 0,
+    model: CostModel, kind: RoundKind, cut: int, plan: Round, run: Run, cost: Cost | None = None
 ) -> Footprint:
-    """Return what a run takes whose rounds are like the one of that index; `docs/costs.md` says what is in it.
+    """Return what a run takes whose rounds are all of one kind; `docs/costs.md` says what is in it.
 
-    The files are left out without a `cost`; `generated` is how many samples the method makes up in an epoch.
+    The files are left out without a `cost`.
     """
     N, b, B = plan.num_samples, plan.sizes[0], len(plan.sizes)
 
     def followed(size: int, batches: int) -> History:
-        return follow(model, method, cut, [size] * batches, index)
+        return follow(model, kind.method, cut, [size] * batches, kind.index)
 
     one = followed(2, 1)  # not one sample: a dimension of 1 saves copies
     two, shown, more = one, 1, np.zeros((len(one.ends), 2), dtype=np.int64)
@@ -303,10 +294,13 @@ def footprint(
             last = [[h.ends[h.ends[:, 2] == side][-1, :2] for h in (before, two)] for side in (CLIENT, SERVER)]
             more = np.array([after - earlier for earlier, after in last])[two.ends[:, 2]]
     more = more * (N - shown * b) // 2
-    whole, client, server = peaks(two, followed(3, shown), more, b, -(-generated // B))
+    whole, client, server = peaks(two, followed(3, shown), more, b, -(-kind.generated // B))
     split = model.split(cut)
     trained = 4 * sum(p.numel() for side in trainable_sides(split) for p in side.values())
-    state = {done: state_bytes(model, method, one, plan, run, done) for done in {*run.checkpoints(), run.num_rounds}}
+    state = {
+        rounds: kind.method.state_nbytes(one.state, model.workload(plan, run, rounds))
+        for rounds in {*run.checkpoints(), run.num_rounds}
+    }
     inputs = one.inputs * N // 2
     process = {
         "weights": sum(map(nbytes, existing_tensors(split))),
@@ -321,20 +315,6 @@ def footprint(
         {"weights": split.server.nbytes(), "round": server},
         *(({}, 0) if cost is None else disk(split, cost, run, state)),
     )
-
-
-def state_bytes(model: CostModel, method: Method, one: History, plan: Round, run: Run, rounds: int) -> int:
-    """Return the bytes of what a method keeps from round to round, after so many of them."""
-    if isinstance(method, GAS):  # statistics of each class; the measured samples are of one
-        return one.state * model.samples.loss_spec.num_labels
-    if isinstance(method, FSLSAGE):
-        network = sum(map(nbytes, method.initial.values()))
-        data = method.clients[0].buffer[0]
-        sample = _message_bytes([data]) // len(data.activations)
-        buffered = min(method.buffer_size, sum(plan.sizes[:: method.buffer_every]))
-        aligned = run.distinct(-(-rounds // method.align_every))
-        return network * (1 + aligned) + run.distinct(rounds) * buffered * sample
-    return one.state
 
 
 # ---- Files of a run ----

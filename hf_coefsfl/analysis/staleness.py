@@ -1,8 +1,8 @@
-"""What the paper reasons about, measured: how stale a reused gradient is and what the compensation mends.
+"""The staleness probe: how stale a reused gradient is (Section 1), and how much of it the compensation removes.
 
 The probe repeats one client's local updates of a round beside the training. Within a round the client's path depends
-on the feedback alone, so the server can stay at its round-initial weights and say at every step what a fresh gradient
-would have been, Eq. (gradient_staleness). Training does not see any of it.
+on the feedback alone. So the server can stay at its round-initial weights and compute the fresh gradient of every
+step. The probe does not change the training.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from ..methods import CoeFD, GradientReuse, Method
+from ..methods import METHODS, Method, ordered_methods
 from ..protocol.client_side import ClientSide
-from ..protocol.messages import Feedback
+from ..protocol.loss import OutputBlock
+from ..protocol.messages import Feedback, SmashedData
 from ..protocol.packing import Exchange
 from ..protocol.server_side import ServerSide, on_graph
 
@@ -35,17 +37,32 @@ class ProbePoint:
     stale_error: float
     compensated_cosine: float  # of g̃ with the fresh gradient
     compensated_error: float
-    best_lambda: float | None  # λ* of Proposition 1, median over the samples; None where no sample moved
-    helped_share: float | None  # samples with λ < 2 λ*, for which CoeF-D beats gradient reuse
+    best_lambda: float | None  # λ* of Proposition 1, median over the samples; None if no sample moved
+    helped_share: float | None  # samples with λ < 2 λ*, which compensation with λ brings nearer to the fresh gradient
     surrogate_above: bool  # whether the surrogate F̂(δ) was not below the loss
+
+
+@runtime_checkable
+class Probed(Protocol):
+    """What the probe calls of a method."""
+
+    def feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
+        """Return what the server sends down for one batch."""
+
+    def compensate(self, feedback: Feedback, displacement: Tensor, outputs: Sequence[OutputBlock]) -> Tensor:
+        """Return the compensated gradient."""
+
+    def probed_factor(self) -> float:
+        """Return the λ to compare with λ*."""
 
 
 def check_probe(method: Method) -> None:
     """Refuse to probe a method whose client does not reuse the round-initial feedback."""
-    if not isinstance(method, GradientReuse) or type(method).round is not GradientReuse.round:
+    if not method.can_be_probed():
+        allowed = ", ".join(name for name in ordered_methods() if METHODS[name].can_be_probed())
         raise ValueError(
             f"staleness_probe measures reused gradients, which {method.name!r} does not use (or not as they are). "
-            "Use it with reuse, coef_d, coef_j, ggn or hutchinson, or leave it off."
+            f"Use it with one of {allowed}, or leave it off."
         )
 
 
@@ -63,7 +80,7 @@ class StalenessProbe:
 
     def examine(self, method: Method, client: ClientSide, server: ServerSide, num_samples: int) -> list[ProbePoint]:
         """Return the points of one client's round."""
-        assert isinstance(method, GradientReuse)
+        assert isinstance(method, Probed)
         return probe_staleness(method, client, server)
 
     def take(self, result: list[ProbePoint]) -> None:
@@ -75,7 +92,7 @@ class StalenessProbe:
         return [point for point in self.points if point.round == round_index + 1]
 
 
-def probe_staleness(method: GradientReuse, client: ClientSide, server: ServerSide) -> list[ProbePoint]:
+def probe_staleness(method: Probed, client: ClientSide, server: ServerSide) -> list[ProbePoint]:
     """Repeat a client's local updates from the round-initial weights of both sides. Leaves the client's changed."""
     smashed = client.exchange()
     feedback: Exchange[Feedback] = Exchange(client.context.store)
@@ -92,7 +109,7 @@ def probe_staleness(method: GradientReuse, client: ClientSide, server: ServerSid
             fresh, loss = _fresh(server, activations, client, batch)
             update = epoch * len(feedback) + batch
             gradients = message.gradient, compensated, fresh
-            points.append(_point(method, client, update, gradients, delta, (losses[batch], loss)))
+            points.append(_point(method.probed_factor(), client, update, gradients, delta, (losses[batch], loss)))
             client.descend(compensated)
     return points
 
@@ -105,7 +122,7 @@ def _fresh(server: ServerSide, activations: Tensor, client: ClientSide, batch: i
 
 
 def _point(
-    method: GradientReuse,
+    factor: float,
     client: ClientSide,
     update: int,
     gradients: tuple[Tensor, Tensor, Tensor],
@@ -119,7 +136,6 @@ def _point(
     scaled = stale * stale * delta  # D δ
     moved = scaled.square().sum(1) > 0
     best = (scaled * (fresh - stale)).sum(1)[moved] / scaled.square().sum(1)[moved]  # as H̄δ = fresh − stale
-    factor = method.compensation_factor if isinstance(method, CoeFD) else CoeFD().compensation_factor
     surrogate = initial_loss + (delta * (stale + compensated) / 2).sum()
     return ProbePoint(
         round=client.context.round_index + 1,
@@ -177,7 +193,7 @@ def plot_probe(points: Sequence[ProbePoint], path: str | PathLike[str]) -> None:
         ),
         ("relative error against it", [("stale_error", None, stale), ("compensated_error", None, compensated)]),
         ("displacement ‖δ‖", [("displacement", None, other)]),
-        ("best λ of CoeF-D, median", [("best_lambda", None, other)]),
+        ("best λ, median", [("best_lambda", None, other)]),
         (
             "share",
             [

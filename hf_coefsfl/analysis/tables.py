@@ -23,12 +23,12 @@ def format_table(
         markdown: return a Markdown table.
 
     ```python
-    >>> rows = [{"method": "vanilla", "MiB": 12.5}, {"method": "coef_j", "MiB": 104.0}]
-    >>> print(format_table(rows, {"method": "", "MiB": ".1f"}))
-    method  |   MiB
-    --------+------
-    vanilla |  12.5
-    coef_j  | 104.0
+    >>> rows = [{"task": "mnli", "MiB": 12.5}, {"task": "cifar100", "MiB": 104.0}]
+    >>> print(format_table(rows, {"task": "", "MiB": ".1f"}))
+    task     |   MiB
+    ---------+------
+    mnli     |  12.5
+    cifar100 | 104.0
 
     ```
     """

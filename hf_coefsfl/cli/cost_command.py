@@ -12,13 +12,14 @@ from typing import Any
 from tqdm import tqdm
 
 from ..analysis.backbones import BACKBONES, SEQUENCE_LENGTH, TASKS, build_model, default_cut
-from ..analysis.cost import Cost, CostModel, Network, Round, cost_methods, known_methods
+from ..analysis.cost import Cost, CostModel, Network, Round, cost_methods
 from ..analysis.memory import Run
 from ..analysis.tables import format_table
+from ..methods import DEFAULT_METHOD, METHODS, ordered_methods
 from ..protocol.packing import EXCHANGE_DTYPES
 from .units import parse_bandwidth, parse_latency
 
-EPILOG = """\
+EPILOG = f"""\
 up_mib and down_mib are smashed data, gradients, curvature and auxiliary networks; extra_up_mib and extra_down_mib
 are labels, masks and scalars, and the weights of federated averaging. GFLOPs are per sample of the client's data,
 2 for each multiply-add. Nothing is trained and no weights are downloaded. docs/costs.md says how it is counted.
@@ -28,7 +29,7 @@ one client in processes of their own, each beyond imports and dataset, and the f
 
 examples:
   coefsfl cost --model vit-tiny --num-labels 100 --cut 4 --num-samples 1000 --batch-size 32 --format json
-  coefsfl cost --model distilroberta --num-labels 3 --methods vanilla coef_j --rounds 100 --save-total-limit 2
+  coefsfl cost --model distilroberta --num-labels 3 --methods {DEFAULT_METHOD} --rounds 100 --save-total-limit 2
 """
 # The columns of a table and how their numbers are shown; JSON and CSV hold more of both.
 COLUMNS = {
@@ -39,6 +40,7 @@ COLUMNS = {
 RUN_COLUMNS = {"method": "", "cut": ""} | dict.fromkeys(
     ("process_memory_mib", "client_alone_mib", "server_alone_mib", "disk_mib", "disk_peak_mib"), ",.1f"
 )
+_EXAMPLE = f"""'{{"{DEFAULT_METHOD}": {{"num_projections": 4}}}}'"""
 RUN_OPTIONS = ("clients_per_round", "num_clients", "save_steps", "save_total_limit")
 
 
@@ -55,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sequence-length", type=int, help=f"tokens of a text (default: {SEQUENCE_LENGTH})")
     add("--head", choices=["full", "lora", "frozen"], help="how the task head is trained (default: as for training)")
     add("--methods", nargs="+", metavar="METHOD", help="default: all that can train the model")
-    add("--method-kwargs", metavar="JSON", help='options by method, e.g. \'{"coef_j": {"num_projections": 4}}\'')
+    add("--method-kwargs", metavar="JSON", help=f"options by method, e.g. {_EXAMPLE}")
     add("--exchange-dtype", choices=EXCHANGE_DTYPES, default="float32", help="of what crosses (default: %(default)s)")
     add("--rounds", type=int, help="of a run: adds its memory and its files")
     add("--clients-per-round", type=int, help=f"in the process (default: {Run.clients_per_round})")
@@ -72,10 +74,10 @@ def run(arguments: argparse.Namespace) -> str:
     network, whole = _network(arguments), _run(arguments)
     options = _options(arguments.method_kwargs)
     plan = Round(arguments.num_samples, arguments.batch_size, arguments.local_epochs)
-    methods = arguments.methods or known_methods()
+    methods = arguments.methods or ordered_methods()
     for name in (*methods, *options):
-        if name not in known_methods():
-            raise ValueError(f"Unknown method {name!r}. Choose one of: {', '.join(known_methods())}.")
+        if name not in METHODS:
+            raise ValueError(f"Unknown method {name!r}. Choose one of: {', '.join(ordered_methods())}.")
     if arguments.num_labels is not None and arguments.num_labels < 1:
         raise ValueError(f"--num-labels must be at least 1, got {arguments.num_labels}.")
     model = CostModel(
@@ -153,9 +155,9 @@ def _options(text: str | None) -> dict[str, dict[str, Any]]:
     try:
         options = json.loads(text) if text is not None else {}
     except json.JSONDecodeError as error:
-        raise ValueError(f"--method-kwargs is no JSON: {error}.") from error
+        raise ValueError(f"--method-kwargs is not JSON: {error}.") from error
     if not isinstance(options, dict) or not all(isinstance(value, dict) for value in options.values()):
-        raise ValueError('--method-kwargs must map methods to their options, e.g. {"coef_j": {"num_projections": 4}}.')
+        raise ValueError(f"--method-kwargs must map methods to their options, e.g. {_EXAMPLE}.")
     return options
 
 

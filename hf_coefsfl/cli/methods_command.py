@@ -6,22 +6,21 @@ import argparse
 import dataclasses
 import inspect
 import json
-import re
 from typing import Any, get_type_hints
 
 from transformers import AutoConfig, AutoModelForImageClassification
 
-from ..analysis.cost import EXTRAS, CostModel, known_methods
+from ..analysis.cost import EXTRAS, CostModel, Round
 from ..analysis.tables import format_table
-from ..methods import METHODS, Method, make_method
+from ..methods import DEFAULT_METHOD, METHODS, Method, make_method, ordered_methods
 
-EPILOG = """\
+EPILOG = f"""\
 B is the number of batches of a client's round, N its samples, d the values of one sample's smashed data. What
 crosses is read off a round that each method runs on a tiny model; labels, masks and adapters are left out.
 
 examples:
   coefsfl methods
-  coefsfl methods coef_j
+  coefsfl methods {DEFAULT_METHOD}
 """
 _CUT = 1
 
@@ -38,10 +37,10 @@ def run(arguments: argparse.Namespace) -> str:
     """Return the list of methods, or the explanation of one."""
     if arguments.method is not None:
         if arguments.method not in METHODS:
-            raise ValueError(f"Unknown method {arguments.method!r}. Choose one of: {', '.join(known_methods())}.")
+            raise ValueError(f"Unknown method {arguments.method!r}. Choose one of: {', '.join(ordered_methods())}.")
         return explain(arguments.method)
     toy = _tiny_model()
-    rows = [describe(name, toy) for name in known_methods()]
+    rows = [describe(name, toy) for name in ordered_methods()]
     if arguments.format == "json":
         return json.dumps(rows, indent=2, ensure_ascii=False)
     for row in rows:
@@ -55,7 +54,7 @@ def describe(name: str, toy: CostModel) -> dict[str, Any]:
 
 
 def explain(name: str) -> str:
-    """Return all there is to say about a method: its docstrings, its options and what crosses the cut."""
+    """Return a method's docstrings, its options and what crosses the cut."""
     cls = METHODS[name]
     module = inspect.getdoc(inspect.getmodule(cls)) or ""
     crosses = crossing(name, _tiny_model())
@@ -69,44 +68,34 @@ def explain(name: str) -> str:
 
 
 def options(cls: type[Method]) -> list[dict[str, Any]]:
-    """Return the fields of a method: name, type, default, and the note beside it in the source."""
+    """Return the options of a method: name, type, default and help."""
     types = get_type_hints(cls)
-    notes: dict[str, str] = {}
-    for base in reversed(cls.__mro__[:-1]):
-        notes |= dict(re.findall(r"^    (\w+): [^\n#]+  # ([^\n]+)$", _source(base), flags=re.MULTILINE))
     return [
         {
             "name": f.name,
             "type": getattr(types[f.name], "__name__", None) if isinstance(types[f.name], type) else str(types[f.name]),
             "default": f.default,
-            "note": notes.get(f.name, ""),
+            "note": f.metadata.get("help", ""),
         }
         for f in dataclasses.fields(cls)  # type: ignore[arg-type]
     ]
 
 
-def _source(cls: type) -> str:
-    try:
-        return inspect.getsource(cls)
-    except (OSError, TypeError):  # a method that was typed into a prompt
-        return ""
-
-
 def crossing(name: str, toy: CostModel) -> dict[str, str]:
     """Return the transfers of a round and what it sends each way, in the letters of the paper."""
-    found = {"transfers": "", "up": "", "down": ""}
-    for kind, counted in toy.kinds(make_method(name), _CUT):
-        label = f" / {kind.label.partition(' ')[2].strip('()')}: " if found["transfers"] else ""
+    crosses = {"transfers": "", "up": "", "down": ""}
+    for kind, counted in toy.kinds(make_method(name), _CUT, Round()):
+        label = f" / {kind.label}: " if crosses["transfers"] else ""
         fixed, per_batch, _ = counted["transfers"]
-        found["transfers"] += label + _sum((per_batch, "B"), (fixed, ""))
+        crosses["transfers"] += label + _sum((per_batch, "B"), (fixed, ""))
         for direction in ("up", "down"):
             parts = [
                 _volume(heading.partition(".")[2], parts, toy)
                 for heading, parts in counted.items()
                 if heading.startswith(f"{direction}.") and heading.partition(".")[2] not in EXTRAS
             ]
-            found[direction] += label + (" + ".join(filter(None, parts)) or "nothing")
-    return found
+            crosses[direction] += label + (" + ".join(filter(None, parts)) or "nothing")
+    return crosses
 
 
 def _volume(heading: str, parts: tuple[int, int, int], toy: CostModel) -> str:

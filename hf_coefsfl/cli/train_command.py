@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 
+from ..methods import DEFAULT_METHOD
 from ..tasks import TASKS
 from ..tasks.run import run as run_recipe
 
-EPILOG = """\
+EPILOG = f"""\
 examples:
   coefsfl train mnli --help
-  coefsfl train cifar100 --method coef_d --num_rounds 100 --partition dirichlet --dirichlet_alpha 0.1
+  coefsfl train cifar100 --method {DEFAULT_METHOD} --num_rounds 100 --partition dirichlet --dirichlet_alpha 0.1
   coefsfl train newsgroups options.yaml --dataset_name my_posts --columns text=body label=group
 
 On several devices: accelerate launch -m hf_coefsfl train mnli ...

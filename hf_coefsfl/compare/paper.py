@@ -19,7 +19,6 @@ from ..tasks import TASKS
 if TYPE_CHECKING:
     from .grid import Cell
 
-REFERENCES = ("vanilla", "oracle", "reuse")  # not ranked with the others, as in the paper
 # Options that do not change the result, or that the paper does not state, or that are checked elsewhere.
 _FREE = {
     "eval_strategy", "eval_steps", "eval_on_start", "logging_steps", "save_steps", "save_strategy", "save_total_limit",
@@ -113,14 +112,7 @@ def _method_key(cell: Cell) -> str | None:
     known = {method: usual} | {
         name: kwargs for name, kwargs in paper["variants"].items() if name.partition("/")[0] == method
     }
-    ours = make_method(method, cell.variant.kwargs)
+    options = make_method(method, cell.variant.kwargs).effective_options()
     return next(
-        (name for name, kwargs in known.items() if _options(ours) == _options(make_method(method, kwargs))), None
+        (name for name, kwargs in known.items() if make_method(method, kwargs).effective_options() == options), None
     )
-
-
-def _options(method: Any) -> dict[str, Any]:
-    """Return the options that matter: of an auxiliary head, those of its kind."""
-    found = dataclasses.asdict(method)
-    idle = {"fc": ("rank", "hidden_layers"), "fc_lora": ("hidden_layers",), "mlp": ("rank",)}
-    return {name: value for name, value in found.items() if name not in idle.get(found.get("head", ""), ())}

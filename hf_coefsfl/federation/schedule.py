@@ -11,17 +11,17 @@ from torch import nn
 from transformers import Trainer
 
 from ..config import SplitFedConfig
-from ..methods import Method, make_method
+from ..methods import WARM_UP_METHOD, Method, make_method
 from ..protocol.context import RoundContext
 from ..protocol.packing import Store
 
 
 class MethodSchedule:
-    """Vanilla SFL for the warm-up rounds, then the method of the run."""
+    """The warm-up method for the first rounds, then the method of the run."""
 
     def __init__(self, args: SplitFedConfig):
         self.warmup_rounds = args.warmup_rounds
-        self.warmup, self.method = make_method("vanilla"), args.make_method()
+        self.warmup, self.method = make_method(WARM_UP_METHOD), args.make_method()
 
     def of_round(self, round_index: int) -> Method:
         """Return the method of a round."""

@@ -102,9 +102,9 @@ class Deployment(ServerRounds):
         )
         if any(self.methods.of_round(t).exchanges_each_batch() for t in range(args.num_rounds)):
             logger.warning(
-                "Rounds that exchange every batch (vanilla SFL, which is also the warm-up, and perfect compensation) "
-                "cost a message and a new process on the client for each batch over Flower: seconds each. "
-                "warmup_rounds=0 leaves the warm-up out."
+                "Some rounds (the warm-up's, or those of a method that exchanges every batch) cost a message and a new "
+                "process on the client for each batch over Flower: seconds each. warmup_rounds=0 leaves the warm-up "
+                "out."
             )
 
     def least_clients(self) -> int:

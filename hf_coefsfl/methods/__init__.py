@@ -1,31 +1,24 @@
 """The training methods, one file each. `METHODS` maps a name to its class."""
 
-from .acc_sfl import AccSFL
-from .base import METHODS, Method, make_method
-from .coef_d import CoeFD
-from .coef_j import CoeFJ
-from .fsl_sage import FSLSAGE
-from .gas import GAS
-from .ggn import GGN
-from .hutchinson import Hutchinson
-from .mu_splitfed import MUSplitFed
-from .oracle import Oracle
-from .reuse import GradientReuse
-from .vanilla import VanillaSFL
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
 
-__all__ = [
-    "FSLSAGE",
-    "GAS",
-    "GGN",
-    "METHODS",
-    "AccSFL",
-    "CoeFD",
-    "CoeFJ",
-    "GradientReuse",
-    "Hutchinson",
-    "MUSplitFed",
-    "Method",
-    "Oracle",
-    "VanillaSFL",
-    "make_method",
-]
+from .base import METHODS, Method, make_method, ordered_methods
+
+for _file in iter_modules(__path__):
+    if not _file.ispkg:
+        import_module(f".{_file.name}", __name__)
+
+DEFAULT_METHOD = "coef_j"
+WARM_UP_METHOD = "vanilla"  # of the first rounds, whatever the method of the run
+
+__all__ = ["DEFAULT_METHOD", "METHODS", "WARM_UP_METHOD", "Method", "make_method", "ordered_methods"]
+
+
+def __getattr__(name: str) -> Any:
+    """Return the class of a method by its own name: `from hf_coefsfl.methods import GradientReuse`."""
+    for cls in METHODS.values():
+        if cls.__name__ == name:
+            return cls
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

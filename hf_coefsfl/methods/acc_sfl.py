@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ..protocol.link import ClientLink
 from ..protocol.loss import LossSpec
 from ..protocol.messages import Message
 from ..protocol.server_side import ServerSide
-from .base import ClientState, Method, at_least
+from .base import ClientState, Method, at_least, option
 from .parts.auxiliary import HEADS, AuxiliaryHead, check_head_loss
 
 if TYPE_CHECKING:
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 class AccSFL(Method):
     """s₀ up once for the server's local updates; the client minimises L_aux(s) and gets nothing back. 1 transfer.
 
-    The client's side and its auxiliary head are trained together by one optimizer, without
-    distillation. The head goes to the clients and is averaged with their adapters, in every round
-    but those of the warm-up.
+    One optimizer trains the client's side and its auxiliary head together, without distillation. The
+    head travels to the clients and is averaged with their adapters, in every round after the warm-up.
     """
 
     name: ClassVar[str] = "acc_sfl"
     title: ClassVar[str] = "AccSFL"
+    table_position: ClassVar[int] = 4
 
-    head: str = "fc"
-    rank: int = 2  # of head="fc_lora"
-    hidden_layers: int = 1  # of head="mlp"; the paper sweeps 1, 4, 8 and 12
+    head: str = option("fc", "kind of auxiliary head: fc, fc_lora or mlp")
+    rank: int = option(2, "r, for head='fc_lora'")
+    hidden_layers: int = option(1, "for head='mlp'; the paper sweeps 1, 4, 8 and 12")
 
     def __post_init__(self) -> None:
         """Check the ranges of the options."""
@@ -44,6 +44,11 @@ class AccSFL(Method):
             raise ValueError(f"head={self.head!r} is not an auxiliary head. Choose one of: {', '.join(HEADS)}.")
         at_least("rank", self.rank, 1)
         at_least("hidden_layers", self.hidden_layers, 1)
+
+    def effective_options(self) -> dict[str, Any]:
+        """Return the options without those of another kind of head."""
+        idle = {"fc": ("rank", "hidden_layers"), "fc_lora": ("hidden_layers",), "mlp": ("rank",)}[self.head]
+        return {name: value for name, value in super().effective_options().items() if name not in idle}
 
     def check_loss(self, loss_spec: LossSpec) -> None:
         """Refuse a loss that the head cannot compute."""
@@ -56,7 +61,7 @@ class AccSFL(Method):
         )
 
     def federated(self) -> dict[str, Tensor]:
-        """Return the trained weights of the head; a frozen one is drawn from the seed on both sides."""
+        """Return the trained weights of the head; both sides draw the frozen ones from the seed."""
         return {f"auxiliary.{name}": p for name, p in self.network.named_parameters()}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -64,7 +69,7 @@ class AccSFL(Method):
         return {f"auxiliary.{name}": t for name, t in self.network.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take back the whole head."""
+        """Restore the whole head."""
         self.network.load_state_dict({name.removeprefix("auxiliary."): t for name, t in state.items()})
 
     def round(self, client: ClientLink, server: ServerSide) -> None:
@@ -74,7 +79,7 @@ class AccSFL(Method):
         server.local_updates(smashed)
 
     def update(self, client: ClientSide, messages: Sequence[Message] | None, batches: Sequence[int] | None) -> None:
-        """Walk the batches with the head's loss. Runs on the client."""
+        """Do the local updates on the head's loss. Runs on the client."""
         network = copy.deepcopy(self.network)
         options = {name: value for name, value in client.optimizer.param_groups[0].items() if name != "params"}
         client.optimizer.add_param_group({"params": list(network.parameters()), **options})

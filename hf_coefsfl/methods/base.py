@@ -1,10 +1,10 @@
-"""The seam: what a training method has to say."""
+"""Base class of all training methods, and the table that finds them by name."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_type_hints
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from ..protocol.loss import LossSpec
 from ..protocol.messages import Feedback, Message, SmashedData
 from ..protocol.packing import Exchange
 from ..protocol.server_side import ServerSide
+from .parts.costs import RoundKind, Workload
 
 if TYPE_CHECKING:
     from ..split import SplitModel
@@ -25,7 +26,7 @@ METHODS: dict[str, type[Method]] = {}
 
 @dataclass(frozen=True)
 class ClientState:
-    """What a method kept of one client's round, on both sides."""
+    """What both sides of one client's round left for `Method.merge`."""
 
     client: int
     num_samples: int
@@ -33,56 +34,82 @@ class ClientState:
 
 
 class Method:
-    """One training method: a round script (server) and two handlers (client).
+    """One training method: a round script, which runs on the server, and two handlers, which run on the client.
 
-    A subclass is a dataclass whose fields are its hyper-parameters, the `method_kwargs` of the
-    config; giving it a `name` registers it. It raises ValueError from `__post_init__` for values
-    it cannot work with.
+    A subclass is a dataclass whose fields (`option`) are its hyper-parameters, the `method_kwargs` of
+    the config. Giving it a `name` registers it. Its `__post_init__` raises ValueError for values
+    that cannot work.
     """
 
     name: ClassVar[str]
-    title: ClassVar[str]  # what the paper calls it
-    deployable: ClassVar[bool] = True  # whether a client needs no more than its own half
+    title: ClassVar[str]  # the paper's name of the method
+    table_position: ClassVar[int] = 100  # in tables and lists; the paper's methods come first, in its order
+    is_reference: ClassVar[bool] = False  # references are not ranked with the other methods
+    deployable: ClassVar[bool] = True  # False if a client needs more of the model than its own half
+    differentiates_twice: ClassVar[bool] = False  # the server's passes; compiled blocks can be differentiated once
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Register the method under its name."""
         super().__init_subclass__(**kwargs)
+        for own in ("table_position", "is_reference"):  # which a subclass does not inherit from another method
+            if own not in cls.__dict__:
+                setattr(cls, own, getattr(Method, own))
         if "name" in cls.__dict__:
             METHODS[cls.name] = cls
 
     def check_loss(self, loss_spec: LossSpec) -> None:
-        """Raise ValueError if the method cannot train for this task. Called before training starts."""
+        """Raise ValueError if the method cannot train with this loss. Called before training starts."""
 
     def exchanges_each_batch(self) -> bool:
-        """Return whether every batch crosses the cut on its own, which a network makes slow."""
+        """Return whether every batch crosses the cut on its own, which is slow over a network."""
         return bool(getattr(self, "per_batch", False))
 
-    def setup(self, split: SplitModel, loss_spec: LossSpec, seed: int, first_round: int = 0) -> None:
-        """Build what lives beside the model (auxiliary networks, statistics). Called once, before training.
+    @classmethod
+    def can_be_probed(cls) -> bool:
+        """Return whether the staleness probe can repeat a round by `feedback` and `compensate`."""
+        return False
 
-        `first_round` is the round in which the method takes over from the warm-up.
+    def effective_options(self) -> dict[str, Any]:
+        """Return the options that change the result, given the others."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+    def round_kinds(self, work: Workload) -> list[RoundKind]:
+        """Return the kinds of round that the method has, for the table of costs; the usual one first."""
+        return [RoundKind(self)]
+
+    def state_nbytes(self, measured: int, work: Workload) -> int:
+        """Return the bytes of `state_dict` after `work.rounds` rounds, for the table of costs.
+
+        Called after one round of client 0 with one batch of two samples of class 0; `measured` is what is kept of it.
+        """
+        return measured
+
+    def setup(self, split: SplitModel, loss_spec: LossSpec, seed: int, first_round: int = 0) -> None:
+        """Build the state beside the model (auxiliary networks, statistics). Called before each training.
+
+        `first_round` is the first round after the warm-up.
         """
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what lives beside the model, for a checkpoint."""
+        """Return the state beside the model, for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
 
     def federated(self) -> dict[str, Tensor]:
-        """Return the weights that go to each client and back with its adapter, beside it."""
+        """Return the weights beside the model that travel to each client and back, with its adapter."""
         return {}
 
     def merge(self, kept: Sequence[ClientState]) -> None:
-        """Take up what the clients' rounds kept, in client order. Called at the end of each of the method's rounds."""
+        """Update the state from the clients' rounds, in client order. Called at the end of each round."""
 
     def round(self, client: ClientLink, server: ServerSide) -> None:
         """Run one communication round with one client. Runs on the server."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how a round goes.")
+        raise NotImplementedError(f"{type(self).__name__} does not define a round.")
 
     def upload(self, client: ClientSide, batches: Sequence[int] | None) -> Sequence[SmashedData]:
-        """Return smashed data: of the whole round (None), or of some batches, on a graph kept for `update`."""
+        """Return the smashed data of the whole round (None), or of some batches, whose graph stays for `update`."""
         if batches is None:
             return client.exchange()
         return [client.smash(batch) for batch in batches]
@@ -97,14 +124,24 @@ def expect(kind: type[M], messages: Sequence[Message] | None) -> Sequence[M]:
     """Return the messages if they are all of one kind."""
     if messages is None:
         raise ValueError(f"The client expected {kind.__name__} messages, got none.")
-    for found in messages.types() if isinstance(messages, Exchange) else map(type, messages):
-        if not issubclass(found, kind):
-            raise ValueError(f"The client expected {kind.__name__} messages, got {found.__name__}.")
+    for cls in messages.types() if isinstance(messages, Exchange) else map(type, messages):
+        if not issubclass(cls, kind):
+            raise ValueError(f"The client expected {kind.__name__} messages, got {cls.__name__}.")
     return cast("Sequence[M]", messages)
 
 
+def option(default: Any, help: str) -> Any:
+    """Return a dataclass field for an option of a method; `coefsfl methods NAME` shows its help."""
+    return field(default=default, metadata={"help": help})
+
+
+def ordered_methods() -> list[str]:
+    """Return the names of the methods in the order of tables."""
+    return sorted(METHODS, key=lambda name: METHODS[name].table_position)
+
+
 def make_method(name: str, kwargs: Mapping[str, Any] | None = None) -> Method:
-    """Return the method of that name with its hyper-parameters, or say what is wrong with them."""
+    """Return the method of that name; a ValueError says which option or value is wrong."""
     if name not in METHODS:
         raise ValueError(f"Unknown method {name!r}. Choose one of: {', '.join(sorted(METHODS))}.")
     cls, kwargs = METHODS[name], dict(kwargs or {})

@@ -1,4 +1,4 @@
-"""CoeF-D: the diagonal gradient outer product as curvature, Eq. (coefd)."""
+"""CoeF-D: the diagonal gradient outer product as curvature (Section 3)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from torch import Tensor
 
 from ..protocol.loss import OutputBlock
 from ..protocol.messages import Feedback
-from .reuse import GradientReuse
+from .base import option
+from .reuse import PAPER_FACTOR, GradientReuse
 
 
 @dataclass
 class CoeFD(GradientReuse):
     """g̃ = g₀ + λ g₀ ⊙ g₀ ⊙ δ, elementwise. Nothing beyond g₀ is sent.
 
-    g₀ belongs to the batch-mean loss and so carries w = 1/b: the correction scales with w², and a
-    last partial batch, whose w is larger, gets a stronger one (`dataloader_drop_last` avoids it).
+    g₀ belongs to the batch-mean loss and carries w = 1/b, so the correction scales with w². A last
+    partial batch has a larger w and gets a stronger correction (`dataloader_drop_last` avoids it).
     """
 
     name: ClassVar[str] = "coef_d"
     title: ClassVar[str] = "CoeF-D"
+    table_position: ClassVar[int] = 8
 
-    compensation_factor: float = 3000.0  # λ
+    compensation_factor: float = option(PAPER_FACTOR, "λ")
 
     def __post_init__(self) -> None:
         """Refuse a factor under which the correction would push away from s₀."""
@@ -33,6 +35,10 @@ class CoeFD(GradientReuse):
                 f"compensation_factor (λ) must be a finite number >= 0, got {self.compensation_factor}. The paper uses "
                 "3000; 0 turns CoeF-D into gradient reuse."
             )
+
+    def probed_factor(self) -> float:
+        """Return λ."""
+        return self.compensation_factor
 
     def compensate(self, feedback: Feedback, displacement: Tensor, outputs: Sequence[OutputBlock]) -> Tensor:
         """Return g₀ + λ diag(g₀ ⊙ g₀) δ."""

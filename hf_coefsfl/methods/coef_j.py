@@ -1,4 +1,4 @@
-"""CoeF-J: the Jacobian-based Hessian of an upper bound on the loss, Eq. (coefj)."""
+"""CoeF-J: the Jacobian-based Hessian of an upper bound on the loss (Section 3)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from ..protocol.loss import LossSpec, OutputBlock
 from ..protocol.messages import Feedback, SmashedData
 from ..protocol.server_side import ServerSide, on_graph
+from .base import option
 from .reuse import GradientReuse
 
 GROWTH = 1.5  # how fast the softmax curvature can grow with the predicted output change D
@@ -24,17 +25,18 @@ class CoeFJ(GradientReuse):
     """g̃ = g₀ + M P̂ δ with P̂ = R⁻¹ Σᵣ uᵣ uᵣᵀ and uᵣ = Jᵀ vᵣ for random signs vᵣ over the outputs.
 
     The sensitivity P = JᵀJ is per sample. By default M is the per-sample Mᵢ = w min(1/2, m + 1.5 D, √2/D) of
-    `sample_bound`, with D² = mean of ⟨uᵣ, δ⟩² and the softmax curvature m at s₀, which is sent along;
+    `sample_bound`, with D² = mean of ⟨uᵣ, δ⟩² and the softmax curvature m at s₀, which the server sends along.
     `curvature_bound` sets a constant instead (1/2 for the softmax is the bound of Proposition 2).
-    `exact=True` sends one projection per output, so that P̂ = P: for few classes, and for tests.
+    `exact=True` sends one projection for each output, so that P̂ = P: for few classes, and for tests.
     """
 
     name: ClassVar[str] = "coef_j"
     title: ClassVar[str] = "CoeF-J"
+    table_position: ClassVar[int] = 9
 
-    num_projections: int = 1  # R
-    curvature_bound: float | None = None  # M; None: the per-sample rule
-    exact: bool = False
+    num_projections: int = option(1, "R")
+    curvature_bound: float | None = option(None, "M; None: the per-sample rule")
+    exact: bool = option(False, "send one projection for each output")
 
     def __post_init__(self) -> None:
         """Check the ranges of the options."""
@@ -48,7 +50,7 @@ class CoeFJ(GradientReuse):
 
     def check_loss(self, loss_spec: LossSpec) -> None:
         """Refuse a loss whose curvature cannot be bounded."""
-        loss_spec.check_curvature()
+        loss_spec.check_curvature(self.title)
 
     def feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
         """Return g₀, the projections u (b, blocks, R, *s) and the start curvature m (b, blocks)."""
@@ -69,7 +71,7 @@ class CoeFJ(GradientReuse):
         return Feedback(gradient, torch.stack(projections, dim=1), torch.stack(curvatures, dim=1))
 
     def _directions(self, logits: Tensor, mask: Tensor, generator: torch.Generator) -> list[Tensor]:
-        """Return the vᵣ, zero where an output does not enter the loss, with mean of vᵣ vᵣᵀ = I elsewhere."""
+        """Return the vᵣ, zero at outputs that do not enter the loss; elsewhere the mean of vᵣ vᵣᵀ is I."""
         mask = mask.reshape(mask.shape + (1,) * (logits.ndim - mask.ndim))
         if not self.exact:
             shape, device = logits.shape, logits.device

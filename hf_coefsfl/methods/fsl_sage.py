@@ -16,8 +16,9 @@ from ..protocol.loss import LossSpec
 from ..protocol.messages import Message, Parameters, SmashedData
 from ..protocol.modes import evaluating
 from ..protocol.server_side import ServerSide
-from .base import ClientState, Method, at_least, expect
+from .base import ClientState, Method, at_least, expect, option
 from .parts.auxiliary import AuxiliaryNetwork, example_smashed
+from .parts.costs import RoundKind, StoredWork, Workload
 from .parts.math_attention import differentiable_attention
 
 if TYPE_CHECKING:
@@ -56,17 +57,18 @@ class FSLSAGE(Method):
 
     name: ClassVar[str] = "fsl_sage"
     title: ClassVar[str] = "FSL-SAGE"
+    table_position: ClassVar[int] = 6
     deployable: ClassVar[bool] = False  # clients hold a copy of server blocks
 
-    align_every: int = 10  # l, rounds
-    align_epochs: int = 40  # E
-    align_batch_size: int = 8
-    align_learning_rate: float = 2e-4
-    align_warmup_steps: int = 500  # of a linear warm-up, counted over all alignments of a client
-    buffer_size: int = 64  # samples
-    buffer_every: int = 5  # batches
-    num_blocks: int = 3
-    init: str = "random"
+    align_every: int = option(10, "l, rounds between alignments")
+    align_epochs: int = option(40, "E, epochs of an alignment")
+    align_batch_size: int = option(8, "samples of a step of the alignment")
+    align_learning_rate: float = option(2e-4, "of the alignment's AdamW")
+    align_warmup_steps: int = option(500, "of a linear warm-up, counted over all alignments of a client")
+    buffer_size: int = option(64, "samples that the server keeps of each client")
+    buffer_every: int = option(5, "the buffer takes one of so many batches")
+    num_blocks: int = option(3, "server blocks in the auxiliary network")
+    init: str = option("random", "weights that the auxiliary network starts from: random or copy_server")
 
     def __post_init__(self) -> None:
         """Check the ranges of the options."""
@@ -76,7 +78,26 @@ class FSLSAGE(Method):
         if not 0 < self.align_learning_rate < float("inf"):
             raise ValueError(f"align_learning_rate={self.align_learning_rate} must be a finite number above 0.")
         if self.init not in INITS:
-            raise ValueError(f"init={self.init!r} is no way to start. Choose one of: {', '.join(INITS)}.")
+            raise ValueError(f"init={self.init!r} is not allowed. Choose one of: {', '.join(INITS)}.")
+
+    def round_kinds(self, work: Workload) -> list[RoundKind]:
+        """Return a plain round and an alignment round, which costs as much as a plain one and the alignment."""
+        quiet = replace(self, align_every=max(2, self.align_every))  # so that round 1 does not align
+        once, twice = (replace(self, buffer_size=1, align_epochs=epochs) for epochs in (1, 2))
+        alignment = StoredWork(once, twice, self.align_epochs, self._buffered(work))
+        kinds = [RoundKind(quiet, index=1), RoundKind(quiet, index=1, label="alignment", stored=alignment)]
+        return kinds if self.align_every > 1 else kinds[1:]
+
+    def state_nbytes(self, measured: int, work: Workload) -> int:
+        """Return the bytes of the initial network, of one for each aligned client, and of the buffers."""
+        network = sum(t.nbytes for t in self.initial.values())
+        data = self.clients[0].buffer[0]
+        sample = sum(data.nbytes().values()) // len(data.activations)
+        aligned = work.distinct_clients(-(-work.rounds // self.align_every))
+        return network * (1 + aligned) + work.distinct_clients(work.rounds) * self._buffered(work) * sample
+
+    def _buffered(self, work: Workload) -> int:
+        return min(self.buffer_size, sum(work.sizes[:: self.buffer_every]))
 
     def setup(self, split: SplitModel, loss_spec: LossSpec, seed: int, first_round: int = 0) -> None:
         """Build the network that all clients start from."""

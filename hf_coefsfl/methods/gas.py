@@ -16,8 +16,9 @@ from ..protocol.loss import ONE_LABEL_A_SAMPLE, LossSpec
 from ..protocol.messages import Feedback, Message, SmashedData
 from ..protocol.padding import position_mask
 from ..protocol.server_side import ServerSide, on_graph
-from .base import ClientState, Method, at_least
+from .base import ClientState, Method, at_least, option
 from .parts.class_statistics import ClassStatistics, class_moments, from_tensors, pooled, to_tensors, update
+from .parts.costs import RoundKind, Workload
 from .reuse import GradientReuse
 
 if TYPE_CHECKING:
@@ -42,9 +43,10 @@ class GAS(GradientReuse):
 
     name: ClassVar[str] = "gas"
     title: ClassVar[str] = "GAS"
+    table_position: ClassVar[int] = 7
 
-    samples_per_class: int = 32
-    per_batch: bool = False
+    samples_per_class: int = option(32, "samples that each class is padded to")
+    per_batch: bool = option(False, "exchange every batch at the present weights")
 
     def __post_init__(self) -> None:
         """Check the ranges of the options, and start without statistics."""
@@ -65,6 +67,14 @@ class GAS(GradientReuse):
                 f"GAS generates activations of a class and needs one class label for each sample; {reason}. Use it for "
                 "single-label classification of sequences, images, videos or audio, or choose another method."
             )
+
+    def round_kinds(self, work: Workload) -> list[RoundKind]:
+        """Return a round with generated samples, of a client that has its classes in turn."""
+        return [RoundKind(self, generated=generated_samples(self, work))]
+
+    def state_nbytes(self, measured: int, work: Workload) -> int:
+        """Return the bytes of the statistics of all classes; those of one were measured."""
+        return measured * work.num_labels
 
     def setup(self, split: SplitModel, loss_spec: LossSpec, seed: int, first_round: int = 0) -> None:
         """Start without statistics."""
@@ -142,6 +152,23 @@ def num_generated(counts_per_class: Sequence[float], samples_per_class: int = 32
     2200
     """
     return sum(max(0, samples_per_class - int(count)) for count in counts_per_class)
+
+
+def generated_samples(method: GAS, work: Workload) -> int:
+    """Return how many activations are generated in an epoch for a client that has its classes in turn."""
+
+    def counts(start: int, stop: int) -> list[int]:
+        classes = work.num_labels
+        return [len(range(start + (label - start) % classes, stop, classes)) for label in range(classes)]
+
+    if not method.per_batch:
+        return num_generated(counts(0, sum(work.sizes)), method.samples_per_class)
+    total, start = 0, 0
+    for batch, size in enumerate(work.sizes):
+        share = share_of(method.samples_per_class, batch, len(work.sizes))
+        total += num_generated(counts(start, start + size), share)
+        start += size
+    return total
 
 
 def missing_labels(counts_per_class: Sequence[float], samples_per_class: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""GGN: leading eigenpairs of each sample's Gauss-Newton matrix Jᵀ Λ J as curvature, by Lanczos."""
+"""GGN: leading eigenpairs of each sample's Gauss-Newton matrix Jᵀ Λ J as curvature, by Lanczos (Appendix D.1)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..protocol.loss import LossSpec, OutputBlock
 from ..protocol.messages import Feedback, SmashedData
 from ..protocol.server_side import ServerSide, on_graph
-from .base import at_least
+from .base import at_least, option
 from .parts.lanczos import leading_eigenpairs
 from .parts.math_attention import differentiable_attention
 from .reuse import GradientReuse
@@ -24,9 +24,10 @@ class GGN(GradientReuse):
 
     name: ClassVar[str] = "ggn"
     title: ClassVar[str] = "GGN"
+    differentiates_twice: ClassVar[bool] = True
 
-    rank: int = 4
-    num_iterations: int = 8
+    rank: int = option(4, "eigenpairs of each sample")
+    num_iterations: int = option(8, "of the Lanczos method, at least `rank`")
 
     def __post_init__(self) -> None:
         """Check the ranges of the options."""
@@ -35,11 +36,11 @@ class GGN(GradientReuse):
 
     def check_loss(self, loss_spec: LossSpec) -> None:
         """Refuse a loss whose Hessian w.r.t. the output is not known."""
-        loss_spec.check_curvature()
+        loss_spec.check_curvature(self.title)
 
     def feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
         """Return g₀ and √Θ U (b, rank, *s)."""
-        with differentiable_attention():  # around the backward passes too: checkpointing runs forwards in them
+        with differentiable_attention():  # around the backward passes too: checkpointing repeats forward passes in them
             return self._feedback(server, smashed, batch)
 
     def _feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:

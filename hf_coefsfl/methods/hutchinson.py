@@ -1,4 +1,4 @@
-"""Hutchinson: a stochastic estimate of the diagonal of the activation-space Hessian."""
+"""Hutchinson: a stochastic estimate of the diagonal of the activation-space Hessian (Appendix D.1)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..protocol.loss import OutputBlock
 from ..protocol.messages import Feedback, SmashedData
 from ..protocol.server_side import ServerSide
-from .base import at_least
+from .base import at_least, option
 from .reuse import GradientReuse
 
 
@@ -23,8 +23,8 @@ class Hutchinson(GradientReuse):
     name: ClassVar[str] = "hutchinson"
     title: ClassVar[str] = "Diagonal (Hutchinson)"
 
-    num_probes: int = 8
-    relative_step: float = 1e-2  # of ||s₀||
+    num_probes: int = option(8, "random sign vectors z")
+    relative_step: float = option(1e-2, "step of the difference, as a share of ||s₀||")
 
     def __post_init__(self) -> None:
         """Check the ranges of the options."""

@@ -15,7 +15,7 @@ from ..protocol.client_side import ClientSide
 from ..protocol.link import ClientLink
 from ..protocol.messages import Message, SmashedData
 from ..protocol.server_side import ServerSide
-from .base import Method, at_least, expect
+from .base import Method, at_least, expect, option
 from .parts.zeroth_order import Direction, two_point
 
 
@@ -52,30 +52,31 @@ class MUSplitFed(Method):
     the present weights, in a new direction each time: 2B transfers.
 
     A difference of losses is divided by 2μ, and so is all noise in it. Both sides of a difference
-    see the same dropout masks; bf16, however, rounds a loss by more than it differs.
+    see the same dropout masks. In bf16 the rounding of a loss exceeds the difference.
     """
 
     name: ClassVar[str] = "mu_splitfed"
     title: ClassVar[str] = "MU-SplitFed"
+    table_position: ClassVar[int] = 5
 
-    perturbation_scale: float = 1e-3  # μ
-    server_passes: int = 2  # τ
-    learning_rate: float | None = None  # η of both sides; None: the run's
-    per_batch: bool = False
+    perturbation_scale: float = option(1e-3, "μ")
+    server_passes: int = option(2, "τ")
+    learning_rate: float | None = option(None, "η of both sides; None: the run's")
+    per_batch: bool = option(False, "exchange every batch at the present weights")
 
     def __post_init__(self) -> None:
         """Check the ranges of the options."""
         at_least("server_passes", self.server_passes, 1)
-        for option in ("perturbation_scale", "learning_rate"):
-            value = getattr(self, option)
+        for name in ("perturbation_scale", "learning_rate"):
+            value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{option}={value!r} must be a finite number above 0.")
+                raise ValueError(f"{name}={value!r} must be a finite number above 0.")
 
     def round(self, client: ClientLink, server: ServerSide) -> None:
         """Exchange once, or once for each batch."""
         if self.per_batch:
             for walked in range(client.local_epochs * client.num_batches):
-                # The count of batches goes on over the epochs: it tells the client which u to draw.
+                # The batches are counted over all epochs: the count tells the client which u to draw.
                 probes = expect(Probes, client.upload([walked]))
                 (slopes,) = self._train(server, probes, [walked], client)
                 client.update([slopes], [walked])
@@ -163,5 +164,5 @@ def _direction(client: ClientSide, walked: int) -> Direction:
 
 
 def _weights(side: ClientSide | ServerSide) -> list[Tensor]:
-    """Return what a side trains."""
+    """Return the weights that a side trains."""
     return [weight for group in side.optimizer.param_groups for weight in group["params"]]

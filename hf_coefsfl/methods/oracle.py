@@ -1,4 +1,4 @@
-"""Perfect compensation: what gradient reuse would reach without staleness, at the price of an upload per batch."""
+"""Perfect compensation: gradient reuse without staleness, at the price of an upload for each batch."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class Oracle(Method):
 
     name: ClassVar[str] = "oracle"
     title: ClassVar[str] = "Gradient reuse (w/ perfect comp.)"
+    table_position: ClassVar[int] = 2
+    is_reference: ClassVar[bool] = True
 
     def exchanges_each_batch(self) -> bool:
         """Return True."""

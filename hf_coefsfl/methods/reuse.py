@@ -1,4 +1,4 @@
-"""Gradient reuse: one exchange per round and the stale gradient at every local update, Eq. (client-local-stale)."""
+"""Gradient reuse: one exchange per round and the stale gradient at every local update (Section 3)."""
 
 from __future__ import annotations
 
@@ -16,22 +16,35 @@ from ..protocol.messages import Feedback, Message, SmashedData
 from ..protocol.server_side import ServerSide
 from .base import Method, expect
 
+PAPER_FACTOR = 3000.0  # λ of the compensation by gradient outer products
+
 
 @dataclass
 class GradientReuse(Method):
     """s₀ up once, g₀ = ∇ₛL(s₀; θˢ) down once, then local updates with g̃ = g₀. 2 transfers.
 
-    The base of every method that compensates: override `compensate`, and `feedback` where the
-    server has to send more than the gradient.
+    The base of every method that compensates: override `compensate`, and `feedback` if the server
+    has to send more than the gradient.
     """
 
     name: ClassVar[str] = "reuse"
     title: ClassVar[str] = "Gradient reuse (w/o comp.)"
+    table_position: ClassVar[int] = 3
+    is_reference: ClassVar[bool] = True
+
+    @classmethod
+    def can_be_probed(cls) -> bool:
+        """Return whether the round is the one below."""
+        return cls.round is GradientReuse.round
+
+    def probed_factor(self) -> float:
+        """Return the λ that the probe compares with the λ* of Proposition 1."""
+        return PAPER_FACTOR
 
     def round(self, client: ClientLink, server: ServerSide) -> None:
         """Exchange once; all feedback is computed at the round-initial server weights."""
         smashed = client.upload()
-        # Nothing but the link holds the feedback, so that it is gone when the server's own updates begin.
+        # Only the link holds the feedback, so that its memory is free when the server's own updates begin.
         client.update(client.stage(self.feedback(server, data, batch) for batch, data in enumerate(smashed)))
         server.local_updates(smashed)
 
@@ -40,7 +53,7 @@ class GradientReuse(Method):
         return Feedback(server.gradient(smashed, batch))
 
     def update(self, client: ClientSide, messages: Sequence[Message] | None, batches: Sequence[int] | None) -> None:
-        """Walk the exchanged batches with the compensated gradient. Runs on the client."""
+        """Do the local updates with the compensated gradients. Runs on the client."""
         feedback = expect(Feedback, messages)
         for _ in range(client.context.local_epochs):
             for batch, message in enumerate(feedback):
@@ -56,7 +69,7 @@ class GradientReuse(Method):
 
 
 def _observe(client: ClientSide, stale: Tensor, compensated: Tensor, displacement: Tensor) -> None:
-    """Note how far the activations moved, how large the correction is, and the predicted change of the loss."""
+    """Log how far the activations moved, how large the correction is, and the predicted change of the loss."""
     stale, compensated, displacement = stale.float(), compensated.float(), displacement.float()
     correction = compensated - stale
     client.observed.add("displacement_norm", displacement.flatten(1).norm(dim=1).mean())

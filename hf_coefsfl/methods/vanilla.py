@@ -17,6 +17,8 @@ class VanillaSFL(Method):
 
     name: ClassVar[str] = "vanilla"
     title: ClassVar[str] = "Vanilla SFL"
+    table_position: ClassVar[int] = 1
+    is_reference: ClassVar[bool] = True
 
     def exchanges_each_batch(self) -> bool:
         """Return True."""

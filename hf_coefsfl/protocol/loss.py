@@ -1,4 +1,4 @@
-"""How the loss depends on the server's output: the weights and curvature bounds that CoeF-J needs.
+"""How the loss depends on the server's output: the weights and curvature bounds that compensation needs.
 
 Everything here follows from the labels and the kind of task, so client and server each compute it
 for themselves and none of it crosses the cut.
@@ -122,11 +122,11 @@ class LossSpec:
         """Whether `output_blocks` knows this loss."""
         return self.loss_type in (*LANGUAGE_MODELS, *_CLASSES, SPANS)
 
-    def check_curvature(self) -> None:
+    def check_curvature(self, method: str = "Curvature") -> None:
         """Refuse a loss whose curvature is not known."""
         if not self.has_known_curvature:
             raise ValueError(
-                f"The curvature of a {self.loss_type} loss is not known. CoeF-J and GGN work for classification of "
+                f"The curvature of a {self.loss_type} loss is not known. {method} works for classification of "
                 "sequences, tokens, images and audio, extractive question answering and language modelling; use "
                 "another method for this model."
             )

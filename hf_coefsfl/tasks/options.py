@@ -17,7 +17,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
 from ..config import SplitFedConfig
-from ..methods import METHODS
+from ..methods import DEFAULT_METHOD, METHODS
 from . import FineTuningTask, TaskArguments
 
 # What recipes set otherwise than `SplitFedConfig`.
@@ -61,7 +61,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
 def make_parser(
     task: type[FineTuningTask],
     *,
-    method: str = "coef_j",
+    method: str = DEFAULT_METHOD,
     description: str = "",
     prog: str | None = None,
     rare: bool = False,
@@ -142,7 +142,7 @@ def _say_defaults(options: dict[str, argparse.Action], task: type[FineTuningTask
 def parse_options(
     task: type[FineTuningTask],
     *,
-    method: str = "coef_j",
+    method: str = DEFAULT_METHOD,
     description: str = "",
     prog: str | None = None,
     argv: Sequence[str] | None = None,

@@ -15,6 +15,7 @@ from .. import __version__
 from .._io import to_json, write_atomically
 from ..analysis.plots import accuracy_curve
 from ..config import SplitFedConfig
+from ..methods import DEFAULT_METHOD
 from ..split import find_blocks
 from ..split.lora import default_lora
 from ..trainer.checkpoints import fault, last_whole
@@ -31,7 +32,7 @@ SUMMARY_NAME = "summary.json"
 def run(
     task: str,
     *,
-    method: str = "coef_j",
+    method: str = DEFAULT_METHOD,
     description: str = "",
     prog: str | None = None,
     argv: Sequence[str] | None = None,

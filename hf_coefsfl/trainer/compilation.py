@@ -13,22 +13,20 @@ from ..split import SplitModel
 from ..split.stand_ins import PassThrough, Stop
 from ..split.surgery import cut_path
 
-_DIFFERENTIATED_TWICE = ("ggn",)  # methods that differentiate the server's passes twice; compiled blocks can be once
-
 
 def compile_blocks(split: SplitModel, args: SplitFedConfig, accelerator: Accelerator) -> None:
-    """Compile each block that a half computes, where `args.torch_compile` asks for it, in place.
+    """Compile each block that a half computes in place, if `args.torch_compile` is set.
 
-    Parameters, their names and what is saved stay as they are. Evaluation runs the unsplit model as it is: Accelerate
-    would compile it as a whole, and is told not to.
+    Parameters, their names and what is saved stay as they are. Evaluation runs the unsplit model uncompiled:
+    Accelerate, which would compile it as a whole, is told not to.
     """
     accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
     if not args.torch_compile:
         return
-    # Methods that send projections go through the graph of one forward pass several times.
+    # Methods that send projections run several backward passes through one graph.
     torch._functorch.config.donated_buffer = False
     options = compile_options(args)
-    halves = (split.client,) if args.method in _DIFFERENTIATED_TWICE else (split.client, split.server)
+    halves = (split.client,) if args.make_method().differentiates_twice else (split.client, split.server)
     for half in halves:
         for block in half.get_submodule(cut_path(half)).children():
             if not isinstance(block, (Stop, PassThrough)):

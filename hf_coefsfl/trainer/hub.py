@@ -38,7 +38,7 @@ NOT_UPLOADED = (
     ".*",  # .env and the like
     "*/.*",
     *("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.joblib"),  # pickles run code when they are read
-    "*method_state.safetensors",  # FSL-SAGE's holds smashed data of the clients
+    "*method_state.safetensors",  # which may hold smashed data of the clients
     "*.tfevents.*",  # TensorBoard's are named after the machine
     "*.partial",
 )

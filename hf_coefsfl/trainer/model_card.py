@@ -21,6 +21,7 @@ from transformers.modelcard import TASK_MAPPING
 from ..analysis.plots import accuracy_curve, plot_runs
 from ..analysis.tables import MIB, format_table
 from ..federation.sampling import num_sampled
+from ..methods import METHODS, WARM_UP_METHOD
 
 if TYPE_CHECKING:
     from .trainer import SplitFedTrainer
@@ -152,7 +153,7 @@ def idea(method: type) -> str:
     """Return a method's idea in a sentence: the first line of its module, or of a class from elsewhere."""
     module = inspect.getmodule(method)
     ours = module is not None and module.__name__.startswith("hf_coefsfl.")
-    return re.sub(r", Eq\. \([^)]*\)", "", _first_line(module if ours else method))
+    return re.sub(r" \((Section|Appendix) [^)]*\)", "", _first_line(module if ours else method))
 
 
 def _first_line(documented: Any) -> str:
@@ -270,11 +271,12 @@ class _Run:
             found["clients"] = f"{len(clients)}, with {low if low == high else f'{low} to {high}'} samples each"
             found["clients a round"] = f"{sampled} (participation {args.participation:g})"
             found["partition"] = partition
-        warm = args.warmup_rounds if args.method != "vanilla" else 0
         rounds = f"{self.trainer.state.global_step} of {args.num_rounds}"
+        if args.warmup_rounds and args.method != WARM_UP_METHOD:
+            rounds += f", the first {args.warmup_rounds} of them {METHODS[WARM_UP_METHOD].title} (warm-up)"
         schedule, optimizer = (getattr(value, "value", value) for value in (args.lr_scheduler_type, args.optim))
         found |= {
-            "rounds": rounds + (f", the first {warm} of them vanilla SFL (warm-up)" if warm else ""),
+            "rounds": rounds,
             "local epochs": str(args.local_epochs),
             "batch size": str(args.per_device_train_batch_size),
             "learning rate": f"{args.learning_rate:g}, {schedule}, by {optimizer}",

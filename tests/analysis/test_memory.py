@@ -16,6 +16,7 @@ from hf_coefsfl.analysis.cost import CostModel, Round
 from hf_coefsfl.analysis.memory import Run, follow, footprint
 from hf_coefsfl.cli import main
 from hf_coefsfl.methods import make_method
+from hf_coefsfl.methods.parts.costs import RoundKind
 from tests.support.federated import CLASSES, D, images, tiny_vit, trainer
 from tests.support.paths import ROOT
 
@@ -48,7 +49,7 @@ def test_the_memory_of_a_process_is_predicted(middling: str, method: str, dtype:
     case["options"] = {"exchange_dtype": dtype}
     cost = CostModel(build_model(middling, 10), exchange_dtype=dtype)
     run = Run(num_rounds=1, clients_per_round=2, num_clients=2)
-    predicted = footprint(cost, make_method(method), 2, Round(96, 32), run)
+    predicted = footprint(cost, RoundKind(make_method(method)), 2, Round(96, 32), run)
     measured = load_benchmark("memory").measured(case)
     assert sum(predicted.process.values()) == pytest.approx(measured, rel=0.1)
     assert predicted.process["weights"] + predicted.process["inputs"] < measured / 4  # the round is what matters
@@ -58,7 +59,7 @@ def test_the_memory_of_a_process_is_predicted(middling: str, method: str, dtype:
 def test_peaks_that_were_not_measured_are_predicted(tiny: CostModel) -> None:
     """The extrapolated peak of a round is nearly that of the round itself."""
     for name in ("vanilla", "oracle", "coef_j", "acc_sfl", "mu_splitfed"):
-        predicted = footprint(tiny, make_method(name), 2, Round(40, 10), Run())
+        predicted = footprint(tiny, RoundKind(make_method(name)), 2, Round(40, 10), Run())
         found = follow(tiny, make_method(name), 2, [10, 10, 10, 10])
         assert predicted.process["round"] == pytest.approx(int(found.total.max()), rel=0.03), name
         assert predicted.process["inputs"] == found.inputs

@@ -95,7 +95,7 @@ def test_options_of_methods(folder: str, capsys: pytest.CaptureFixture[str]) -> 
         (["--methods", "magic"], "Unknown method 'magic'. Choose one of: vanilla"),
         (["--num-samples", "0"], "num samples must be at least 1"),
         (["--num-labels", "0"], "--num-labels must be at least 1"),
-        (["--method-kwargs", "{"], "--method-kwargs is no JSON"),
+        (["--method-kwargs", "{"], "--method-kwargs is not JSON"),
         (["--methods", "ggn", "--method-kwargs", '{"ggn": {"rank": 0}}'], "rank=0"),
         (["--format", "xml"], "invalid choice"),
     ],
@@ -149,7 +149,7 @@ def test_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_method_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "methods", "coef_j")
-    assert "Eq. (coefj)" in text and "g̃ = g₀ + M P̂ δ" in text
+    assert "(Section 3)" in text and "g̃ = g₀ + M P̂ δ" in text
     assert "num_projections: int = 1  R" in text
     assert "Choose one of: vanilla" in refused(capsys, "methods", "nope")
 

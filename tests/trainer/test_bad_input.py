@@ -124,7 +124,7 @@ def test_frozen_adapter(tmp_path: Path) -> None:
 
 def test_warmup_that_covers_everything_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config(tmp_path, warmup_rounds=4)
-    assert "only vanilla SFL will run, not coef_j" in caplog.text
+    assert "only Vanilla SFL will run, not coef_j" in caplog.text
     caplog.clear()
     config(tmp_path, warmup_rounds=4, method="vanilla")
     assert not caplog.text

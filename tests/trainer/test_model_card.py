@@ -79,7 +79,7 @@ Set by `method="coef_j"` with `num_projections=2`, `curvature_bound=None`, `exac
 \| clients         \| 6, with 12 samples each                           \|
 \| clients a round \| 3 \(participation 0\.5\)                             \|
 \| partition       \| iid                                               \|
-\| rounds          \| 2 of 2, the first 1 of them vanilla SFL \(warm-up\) \|
+\| rounds          \| 2 of 2, the first 1 of them Vanilla SFL \(warm-up\) \|
 \| local epochs    \| 1                                                 \|
 \| batch size      \| 4                                                 \|
 \| learning rate   \| 0\.005, constant, by adamw_torch\w*\s+\|

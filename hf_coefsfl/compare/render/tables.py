@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from ..paper import REFERENCES
+from ...methods import METHODS
 from ..results import Result, Score
 
 BEST, SECOND = "best", "second"
@@ -104,7 +104,7 @@ def _table(
                 _cell(*found[name, c], mark.get(name)) if (name, c) in found else TableCell()
                 for c, mark in zip(full, marks, strict=True)
             ]
-            rows.append(Row(model, name, methods[name] in REFERENCES, tuple(cells)))
+            rows.append(Row(model, name, METHODS[methods[name]].is_reference, tuple(cells)))
     return Table(_caption(full, models, by_model, swept), _shown(full), tuple(rows))
 
 
@@ -114,11 +114,11 @@ def _cell(result: Result, name: str, mark: str | None) -> TableCell:
 
 
 def _marks(column: dict[str, tuple[Result, str]]) -> dict[str, str]:
-    """Return best and second-best of a column by what is shown, among the methods that are no references."""
+    """Return best and second-best of a column by what is shown, among the methods that are not references."""
     shown: dict[str, float] = {}
     for name, (result, score) in column.items():
         value = result.scores[score].mean
-        if value is not None and math.isfinite(value) and result.cell.variant.method not in REFERENCES:
+        if value is not None and math.isfinite(value) and not METHODS[result.cell.variant.method].is_reference:
             higher = result.runs[0][1].get("higher_is_better", True)
             shown[name] = float(_cell(result, score, None).show(value)) * (1 if higher else -1)
     return ranks(shown)
