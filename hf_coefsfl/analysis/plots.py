@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,10 @@ from ..federation.partition import Partition
 from .tables import MIB
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from numpy.typing import ArrayLike
+
+logger = logging.getLogger(__name__)
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that is too pale for lines. Each
 # goes with a marker and a dash, so that curves that lie on each other and black and white prints stay readable.
@@ -21,6 +26,26 @@ _COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#
 _MARKERS = ("o", "X", "s", "^", "D", "v", "P", "*")
 _DASHES = ("solid", "dashed", "dashdot", "dotted")
 _LOG_FROM = 5.0  # a spread of the runs' totals from which on a linear axis would squeeze the cheap ones
+
+
+def new_figure(width: float, height: float, dpi: int = 150) -> Figure:
+    """Return an empty figure of its own (no pyplot, no global backend); raise ImportError without Matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"Plots need Matplotlib ({error}): pip install 'hf_coefsfl[plots]'") from error
+    return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+
+
+@cache
+def can_plot() -> bool:
+    """Tell whether Matplotlib is installed; log how to install it the first time that a plot is skipped."""
+    try:
+        new_figure(1, 1)
+    except ImportError as error:
+        logger.warning("Plots are skipped. %s", error)
+        return False
+    return True
 
 
 def accuracy_curve(
@@ -69,15 +94,14 @@ def plot_runs(
         title: a heading over both panels.
         shares: show metrics between 0 and 1 in percent; False if they are in percent already.
     """
-    from matplotlib.figure import Figure  # a figure of its own: no pyplot, no global backend
-    from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
-
     if not runs or not all(runs.values()):
         empty = [name for name, points in runs.items() if not points]
         raise ValueError(f"There is nothing to draw for {', '.join(empty) or 'no runs'}.")
+    figure = new_figure(10, 4.4)
+    from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+
     totals = [points[-1][1] for points in runs.values()]
     logarithmic = 0 < min(totals) * _LOG_FROM <= max(totals)
-    figure = Figure(figsize=(10, 4.4), dpi=150, layout="constrained")
     over_rounds, over_mib = figure.subplots(1, 2, sharey=True)
     styles = zip(cycle(_COLOURS), cycle(_MARKERS), cycle(_DASHES), strict=False)
     for (name, points), (colour, marker, dash) in zip(runs.items(), styles, strict=False):
@@ -122,10 +146,9 @@ def plot_lines(
         xlabel: the label of the horizontal axes.
         title: a heading over the panels.
     """
-    from matplotlib.figure import Figure
+    figure = new_figure(5 * len(panels), 4.4)
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(5 * len(panels), 4.4), dpi=150, layout="constrained")
     for first, (axes, (label, runs)) in enumerate(
         zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True)
     ):
@@ -156,15 +179,14 @@ def plot_partition(
 
     `class_names[c]` is the name of the integer class c, as in `ClassLabel.names`.
     """
-    from matplotlib.colors import PowerNorm
-    from matplotlib.figure import Figure  # a figure of its own: no pyplot, no global backend
-    from matplotlib.ticker import MaxNLocator
-
     classes, counts = partition.counts(labels)
     num_clients, num_classes = counts.shape
     width = float(np.clip(2.4 + 0.32 * num_clients, 6, 16))
     height = float(np.clip(2.4 + 0.30 * num_classes, 4, 10))
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    figure = new_figure(width, height)
+    from matplotlib.colors import PowerNorm
+    from matplotlib.ticker import MaxNLocator
+
     bars, cells = figure.subplots(2, 1, sharex=True, height_ratios=[1.0, max(height - 2.0, 2.0)])
 
     sizes = counts.sum(axis=1)

@@ -24,6 +24,7 @@ from ..protocol.loss import OutputBlock
 from ..protocol.messages import Feedback, SmashedData
 from ..protocol.packing import Exchange
 from ..protocol.server_side import ServerSide, on_graph
+from .plots import new_figure
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def load_probe(path: Path) -> list[ProbePoint]:
 
 def plot_probe(points: Sequence[ProbePoint], path: str | PathLike[str]) -> None:
     """Save a picture over local updates: cosine, error and displacement, each the mean over the probed rounds."""
-    from matplotlib.figure import Figure
+    figure = new_figure(15, 3.2, dpi=130)
     from matplotlib.ticker import MaxNLocator
 
     updates = sorted({point.update for point in points})
@@ -202,7 +203,6 @@ def plot_probe(points: Sequence[ProbePoint], path: str | PathLike[str]) -> None:
             ],
         ),
     ]
-    figure = Figure(figsize=(15, 3.2), dpi=130, layout="constrained")
     for axes, (title, lines) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         for name, label, style in lines:
             axes.plot(updates, mean(name), label=label, markersize=4, **style)

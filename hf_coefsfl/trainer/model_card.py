@@ -18,7 +18,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from peft import PeftModel
 from transformers.modelcard import TASK_MAPPING
 
-from ..analysis.plots import accuracy_curve, plot_runs
+from ..analysis.plots import accuracy_curve, can_plot, plot_runs
 from ..analysis.tables import MIB, format_table
 from ..federation.sampling import num_sampled
 from ..methods import METHODS, WARM_UP_METHOD
@@ -57,23 +57,25 @@ class CardArguments:
 
 
 def write_card(trainer: SplitFedTrainer, folder: Path) -> None:
-    """Write `README.md`, and `curves.png` if there was an evaluation, into a folder."""
+    """Write `README.md`, and `curves.png` if there was an evaluation and Matplotlib is installed, into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     history = trainer.state.log_history
     rounds = evaluated_rounds(history)
-    metric, table = "", ""
+    metric, table, plot = "", "", ""
     if rounds:
         metric = main_metric(rounds)
         traffic = [entry for entry in history if "bytes_up" in entry]
         curve = accuracy_curve([*traffic, *({"step": step, **found} for step, found in rounds.items())], metric)
         metric = _plain(metric)
-        plot_runs({trainer.args.make_method().title: curve}, folder / PLOT_NAME, metric=metric)
+        if can_plot():
+            plot = PLOT_NAME
+            plot_runs({trainer.args.make_method().title: curve}, folder / plot, metric=metric)
         table = _rounds_table(rounds, {step: mib for step, mib, _ in curve}) if len(rounds) > 1 else ""
     final = final_results(trainer)
     run = _Run(trainer, folder)
     content = run.training() | run.federation() | run.communication() | run.loading()
     results = format_table([{"metric": _plain(k), "value": f"{v:.4f}"} for k, v in final.items()], markdown=True)
-    content |= {"metric": metric, "plot": PLOT_NAME, "history": table, "results": results if final else ""}
+    content |= {"metric": metric, "plot": plot, "history": table, "results": results if final else ""}
     ModelCard.from_template(run.metadata(final), template_path=str(TEMPLATE), **content).save(folder / CARD_NAME)
 
 

@@ -21,7 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotat
 
 from .._bfloat16 import check_bfloat16
 from ..analysis.flops import RoundFlops
-from ..analysis.plots import plot_partition
+from ..analysis.plots import can_plot, plot_partition
 from ..analysis.staleness import StalenessProbe, check_probe, load_probe, plot_probe, save_probe, summarize_probe
 from ..config import SplitFedConfig
 from ..federation.clients import Federation
@@ -290,7 +290,8 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
             self.ledger.save(folder / LEDGER_NAME)
             if probed:
                 save_probe(self.probe.points, folder / PROBE_NAME)
-                plot_probe(self.probe.points, (folder / PROBE_NAME).with_suffix(".png"))
+                if can_plot():
+                    plot_probe(self.probe.points, (folder / PROBE_NAME).with_suffix(".png"))
         return torch.tensor(summary.get("server_loss", math.nan), device=self.args.device)  # NaN: Trainer's mean
 
     # ---- Logs and files ----

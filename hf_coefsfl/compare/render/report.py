@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..._io import write_atomically
+from ...analysis.plots import can_plot
 from ..grid import Cell, Summary
 from ..results import gather, results_json, write_parquet
 from ..runner import Failure
@@ -35,7 +36,7 @@ def write_report(
         runs: holds the folders of the runs.
         finished: the summaries of the finished runs, by id.
         failures: the runs that failed in this call.
-        plots: whether to draw the plots, which takes about a second each.
+        plots: whether to draw the plots (about a second each); without Matplotlib they are skipped.
     """
     results = gather(spec, cells, finished)
     tables = make_tables(results)
@@ -46,6 +47,6 @@ def write_report(
     packages = "% needs \\usepackage{booktabs,multirow,xcolor}\n"
     write_atomically(root / "table.tex", packages + "\n".join(latex(table) for table in tables))
     write_atomically(root / "report.html", make_html(spec, results, runs, failures))
-    if plots:
+    if plots and can_plot():
         write_plots(results, runs, root / "plots")
     return text
