@@ -7,10 +7,10 @@ ARGS ?=
 # `$(IN_VENV) command` runs a command of the environment on this clone.
 IN_VENV = venv=$$($(PYTHON) .ci/venv.py) && PATH="$$venv/bin:$$PATH" PYTHONPATH="$(CURDIR)"
 
-.PHONY: help venv quickstart test lint format clean
+.PHONY: help venv quickstart test test-all lint format clean
 
 help: ## list the targets
-	@awk -F ': ## ' '/^[a-z]+: ## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ': ## ' '/^[a-z-]+: ## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 venv: ## set up the virtual environment and print its path
 	@$(PYTHON) .ci/venv.py
@@ -19,8 +19,13 @@ quickstart: ## train a small split model from end to end, on a CPU in minutes
 	@$(IN_VENV) accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		recipes/quickstart.py $(ARGS)
 
-test: ## run the tests (ARGS="-k partition" for some)
-	@$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal $(ARGS)
+PYTEST = OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal
+
+test: ## run the fast tests, 10 minutes on two cores (ARGS="-k partition" for some)
+	@$(IN_VENV) $(PYTEST) -m "not slow" $(ARGS)
+
+test-all: ## run all tests, 35 minutes on two cores: soak, real networks and data, every method and model
+	@$(IN_VENV) $(PYTEST) $(ARGS)
 
 lint: ## check style, formatting, types and the direction of imports
 	@$(IN_VENV) sh -c 'failed=0; for check in "ruff check ." "ruff format --check ." mypy lint-imports; do $$check || failed=1; done; exit $$failed'

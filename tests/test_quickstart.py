@@ -32,6 +32,7 @@ def test_two_methods_and_what_they_leave(tmp_path: Path) -> None:
             assert (tmp_path / method / part / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_help() -> None:
     printed = run("--help")
     assert "--num_rounds" in printed and "default: 15" in printed

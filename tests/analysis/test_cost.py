@@ -15,6 +15,7 @@ from hf_coefsfl.methods.gas import GAS, generated_samples
 from hf_coefsfl.methods.parts.costs import Workload
 from tests.support.federated import D, images, tiny_bert, tiny_vit, trainer
 from tests.support.models import MODELS
+from tests.support.selection import slow_except
 
 # The paper's table "Communication per client and round", with MiB as multiples of N·d floats: method, transfers,
 # up, down, server GFLOPs. It multiplies its rounded 144.29, hence 288.58 for twice 144.287.
@@ -33,6 +34,7 @@ PAPER = {
     "hutchinson": (2, 1, 2, 64.69),
 }
 SLOW = ("ggn", "hutchinson")  # many passes of the server
+QUICK = sorted(METHODS.keys() - {"fsl_sage", *SLOW})
 PLAN = Round(num_samples=1000, batch_size=32)
 FORWARD = 1.677  # f_s, GFLOPs
 CLIENT_FORWARD = 0.896  # f_c
@@ -58,18 +60,21 @@ def check_traffic(row: dict[str, Any]) -> None:
         assert row["down_mib"] == pytest.approx(0.000122, abs=5e-7)
 
 
+@pytest.mark.slow
 def test_traffic_is_the_papers(table: dict[str, dict[str, Any]]) -> None:
     assert table.keys() == PAPER.keys() - set(SLOW)
     for row in table.values():
         check_traffic(row)
 
 
+@pytest.mark.slow
 def test_server_operations_are_the_papers(table: dict[str, dict[str, Any]]) -> None:
     for name, row in table.items():
         assert row["server_gflops"] == pytest.approx(PAPER[name][3], abs=0.006), name
         assert row["server_gflops_per_round"] == pytest.approx(1000 * row["server_gflops"])
 
 
+@pytest.mark.slow
 def test_client_operations_differ_from_the_papers_as_documented(table: dict[str, dict[str, Any]]) -> None:
     client = {name: row["client_gflops"] for name, row in table.items()}
     assert client["mu_splitfed"] == pytest.approx(2.69, abs=0.005)  # forward passes only: as in the paper
@@ -102,6 +107,7 @@ def test_curvature_ablations(vit_tiny: CostModel, name: str) -> None:
     assert cost.row()["server_gflops"] == pytest.approx(PAPER[name][3] - shared, abs=0.01)
 
 
+@pytest.mark.slow
 def test_auxiliary_sizes_and_memory(table: dict[str, dict[str, Any]]) -> None:
     assert table["fsl_sage (alignment)"]["down_mib"] * MIB == 4 * 1_395_748
     head = table["acc_sfl"]["extra_up_mib"] - table["reuse"]["extra_up_mib"]
@@ -127,7 +133,7 @@ def closed_form(name: str, N: int, B: int) -> tuple[int, int, int, int, int]:
     return transfers, up, down, labels, 4 * N if name == "coef_j" else 0
 
 
-@pytest.mark.parametrize("name", sorted(METHODS))
+@pytest.mark.parametrize("name", slow_except(*QUICK, of=sorted(METHODS)))
 def test_bytes_have_a_closed_form(tiny: CostModel, name: str) -> None:
     cost = cost_methods(tiny, [name], 2, Round(num_samples=11, batch_size=4))[0]
     main_up, main_down = ({k: v for k, v in d.items() if k not in ("extras", "adapters")} for d in (cost.up, cost.down))
@@ -137,7 +143,7 @@ def test_bytes_have_a_closed_form(tiny: CostModel, name: str) -> None:
     assert cost.up["adapters"] == cost.down["adapters"]
 
 
-@pytest.mark.parametrize("name", sorted(METHODS))
+@pytest.mark.parametrize("name", slow_except("vanilla", "coef_j", "acc_sfl", "mu_splitfed", of=sorted(METHODS)))
 def test_a_run_meters_the_same_bytes(tiny: CostModel, name: str, tmp_path: Any) -> None:
     """One round of training, whose ledger does not know of any of this."""
     settings: dict[str, Any] = {"num_clients": 1, "participation": 1.0, "num_rounds": 1, "warmup_rounds": 0, "cut": 2}

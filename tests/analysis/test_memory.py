@@ -19,6 +19,7 @@ from hf_coefsfl.methods import make_method
 from hf_coefsfl.methods.parts.costs import RoundKind
 from tests.support.federated import CLASSES, D, images, tiny_vit, trainer
 from tests.support.paths import ROOT
+from tests.support.selection import slow_except
 
 
 def load_benchmark(name: str) -> Any:
@@ -40,6 +41,7 @@ def middling(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="reads Linux's /proc")
 @pytest.mark.parametrize(("method", "dtype"), [("vanilla", "float32"), ("coef_j", "float32"), ("coef_j", "bfloat16")])
 def test_the_memory_of_a_process_is_predicted(middling: str, method: str, dtype: str) -> None:
@@ -72,7 +74,7 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("name", ["vanilla", "coef_j", "acc_sfl", "gas"])
+@pytest.mark.parametrize("name", slow_except("gas", of=["vanilla", "coef_j", "acc_sfl", "gas"]))
 def test_the_files_of_a_run_are_predicted(tiny: CostModel, name: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"num_clients": 4, "participation": 1.0, "num_rounds": 6, "warmup_rounds": 0, "cut": 2}
     settings |= {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "method_kwargs": {}}

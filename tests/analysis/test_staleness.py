@@ -11,10 +11,11 @@ from hf_coefsfl.analysis.cost import CostModel, Round
 from hf_coefsfl.analysis.staleness import plot_probe, probe_staleness, summarize_probe
 from hf_coefsfl.methods import METHODS, make_method
 from tests.support.federated import rounds, same, tiny_vit, trainer, weights
+from tests.support.selection import slow_except
 from tests.support.toy import CLASSIFICATION, REGRESSION, toy_sides
 
 
-@pytest.mark.parametrize("method", ["reuse", "coef_d", "coef_j", "ggn", "hutchinson"])
+@pytest.mark.parametrize("method", slow_except("coef_j", of=["reuse", "coef_d", "coef_j", "ggn", "hutchinson"]))
 def test_training_is_bit_identical_with_and_without(tmp_path: Path, method: str) -> None:
     plain = trainer(tmp_path / "a", method=method)
     probed = trainer(tmp_path / "b", method=method, staleness_probe=True)
@@ -112,7 +113,7 @@ def test_summary_and_plot(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", slow_except("coef_j", "gas", of=sorted(METHODS)))
 def test_counting_operations_leaves_no_trace(tmp_path: Path, method: str) -> None:
     plain = trainer(tmp_path / "a", method=method, num_rounds=2)
     counted = trainer(tmp_path / "b", method=method, num_rounds=2, count_flops=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,24 @@ from hf_coefsfl.split import split_model
 from tests.support.auxiliary import QUICK
 from tests.support.federated import rounds, same, texts, tiny_bert, tiny_vit, trainer, weights
 from tests.support.models import BATCH, MODELS
+from tests.support.selection import slow_except
 from tests.support.wire_link import WireLink
+
+TASKS = ["bert", "gpt2", "swin", "roberta-qa", "distilbert-tags", "llama-lm", "bert-mlm"]
+AUXILIARY = ["acc_sfl", "fsl_sage"]
 
 
 @pytest.mark.parametrize(
     ("method", "options"),
-    [
-        ("acc_sfl", {}),
-        ("acc_sfl", {"head": "fc_lora"}),
+    slow_except(
         ("fsl_sage", QUICK),
-        ("fsl_sage", QUICK | {"init": "copy_server"}),
-    ],
+        of=[
+            ("acc_sfl", {}),
+            ("acc_sfl", {"head": "fc_lora"}),
+            ("fsl_sage", QUICK),
+            ("fsl_sage", QUICK | {"init": "copy_server"}),
+        ],
+    ),
 )
 def test_resume_is_bit_identical_across_an_alignment(tmp_path: Path, method: str, options: dict[str, Any]) -> None:
     changes: dict[str, Any] = {"method": method, "method_kwargs": options, "num_rounds": 4, "save_strategy": "steps"}
@@ -46,7 +54,7 @@ def test_resume_is_bit_identical_across_an_alignment(tmp_path: Path, method: str
         assert rounds(whole) == rounds(resumed)
 
 
-@pytest.mark.parametrize("method", ["acc_sfl", "fsl_sage"])
+@pytest.mark.parametrize("method", AUXILIARY)
 def test_warmup_leaves_the_state_alone(tmp_path: Path, method: str) -> None:
     run = trainer(tmp_path, method=method, warmup_rounds=2, num_rounds=2)
     before = {name: t.clone() for name, t in run.rounds.method.state_dict().items()}
@@ -56,7 +64,7 @@ def test_warmup_leaves_the_state_alone(tmp_path: Path, method: str) -> None:
     assert all(entry["down"]["adapters"] == plain for entry in run.ledger.entries)
 
 
-@pytest.mark.parametrize("method", ["acc_sfl", "fsl_sage"])
+@pytest.mark.parametrize("method", AUXILIARY)
 def test_setup_leaves_the_random_state_alone(method: str) -> None:
     split = split_model(tiny_vit(), 2)
     torch.manual_seed(0)
@@ -76,8 +84,12 @@ def rows(name: str, seeds: int = 6) -> list[dict[str, Any]]:
     return [{key: t[i].tolist() for key, t in batch.items()} for batch in batches for i in range(BATCH)]
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "swin", "roberta-qa", "distilbert-tags", "llama-lm", "bert-mlm"])
-@pytest.mark.parametrize("method", ["acc_sfl", "fsl_sage"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    slow_except(
+        ("roberta-qa", "acc_sfl"), ("bert", "fsl_sage"), ("distilbert-tags", "fsl_sage"), of=product(TASKS, AUXILIARY)
+    ),
+)
 def test_tasks_train(tmp_path: Path, method: str, name: str) -> None:
     data = Dataset.from_list(rows(name)).with_format("torch")
     options = {k: v for k, v in QUICK.items() if k != "num_blocks"} if method == "fsl_sage" else {}
@@ -103,7 +115,7 @@ def test_tasks_train(tmp_path: Path, method: str, name: str) -> None:
     assert len(moved) > len(run.client_parameters) / 2
 
 
-@pytest.mark.parametrize("method", ["acc_sfl", "fsl_sage"])
+@pytest.mark.parametrize("method", AUXILIARY)
 def test_samples_of_several_lengths_train(tmp_path: Path, method: str) -> None:
     """Batches padded to their own longest sample, as data collators do."""
     data = texts().with_format(None)
@@ -123,7 +135,7 @@ def test_samples_of_several_lengths_train(tmp_path: Path, method: str) -> None:
         assert len(lengths) > 1
 
 
-@pytest.mark.parametrize("method", ["acc_sfl", "fsl_sage"])
+@pytest.mark.parametrize("method", slow_except("fsl_sage", of=AUXILIARY))
 def test_the_wire_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     options = QUICK if method == "fsl_sage" else {}
     local = trainer(tmp_path / "a", method=method, method_kwargs=options)
@@ -134,7 +146,7 @@ def test_the_wire_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert same(weights(local), weights(wired)) and rounds(local) == rounds(wired)
 
 
-@pytest.mark.parametrize("method", ["acc_sfl", "fsl_sage"])
+@pytest.mark.parametrize("method", slow_except("fsl_sage", of=AUXILIARY))
 def test_bf16_and_gradient_checkpointing(tmp_path: Path, method: str) -> None:
     options = QUICK if method == "fsl_sage" else {}
     plain = trainer(tmp_path / "a", method=method, method_kwargs=options, num_rounds=2)

@@ -11,6 +11,7 @@ from hf_coefsfl.protocol.link import LocalLink
 from hf_coefsfl.protocol.loss import LossSpec
 from hf_coefsfl.protocol.messages import SmashedData
 from tests.support.federated import trainer, weights
+from tests.support.selection import slow_except
 from tests.support.toy import (
     CAUSAL,
     CLASSIFICATION,
@@ -137,7 +138,7 @@ def test_ggn_keeps_the_leading_pairs() -> None:
         assert 0.5 * largest <= found <= largest * 1.001  # the largest that g0 has a part in
 
 
-@pytest.mark.parametrize("task", TASKS, ids=task_ids)
+@pytest.mark.parametrize("task", slow_except(CLASSIFICATION, of=TASKS), ids=task_ids)
 def test_hutchinson_estimates_the_dense_diagonal(task: LossSpec) -> None:
     client, server = toy_sides(task, 1)
     smashed = client.exchange()[0]

@@ -12,6 +12,7 @@ from hf_coefsfl.methods.parts.class_statistics import ClassStatistics, from_tens
 from hf_coefsfl.trainer.checkpoints import seal
 from tests.support.class_statistics import identical
 from tests.support.federated import CLASSES, images, rounds, same, texts, tiny_bert, tiny_vit, trainer, weights
+from tests.support.selection import slow_except
 
 
 def to_longest(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -28,8 +29,10 @@ def saved_statistics(run: Any, folder: Path) -> ClassStatistics:
     return from_tensors(load_file(state)) if state.exists() else {}
 
 
-@pytest.mark.parametrize("per_batch", [False, True])
-@pytest.mark.parametrize("kind", ["vit", "bert"])
+@pytest.mark.parametrize(
+    ("kind", "per_batch"),
+    slow_except(("vit", False), ("bert", True), of=[("vit", False), ("vit", True), ("bert", False), ("bert", True)]),
+)
 def test_trains(tmp_path: Path, kind: str, per_batch: bool) -> None:
     changes: dict[str, Any] = {"method": "gas", "method_kwargs": {"per_batch": per_batch, "samples_per_class": 8}}
     model: Any = tiny_vit()
@@ -60,7 +63,7 @@ def test_warmup_leaves_the_statistics_alone(tmp_path: Path) -> None:
     assert saved_statistics(run, tmp_path / "saved") == {}
 
 
-@pytest.mark.parametrize("per_batch", [False, True])
+@pytest.mark.parametrize("per_batch", slow_except(True, of=[False, True]))
 def test_resume_is_bit_identical(tmp_path: Path, per_batch: bool) -> None:
     changes: dict[str, Any] = {
         "method": "gas",

@@ -19,6 +19,7 @@ from hf_coefsfl.protocol.messages import Message, SmashedData
 from hf_coefsfl.protocol.server_side import ServerSide
 from hf_coefsfl.split import split_model
 from tests.support.federated import images, rounds, same, texts, tiny_bert, tiny_vit, trainer, weights
+from tests.support.selection import slow_except
 from tests.support.slopes import double_sides, generator, run, values
 from tests.support.toy import CLASSIFICATION, SPANS, toy_sides
 
@@ -257,8 +258,10 @@ def test_options(kwargs: dict, message: str) -> None:
 # ---- Through the trainer ----
 
 
-@pytest.mark.parametrize("per_batch", [False, True])
-@pytest.mark.parametrize("kind", ["vit", "bert"])
+@pytest.mark.parametrize(
+    ("kind", "per_batch"),
+    slow_except(("vit", False), ("bert", True), of=[("vit", False), ("vit", True), ("bert", False), ("bert", True)]),
+)
 def test_trains(tmp_path: Path, kind: str, per_batch: bool) -> None:
     model, data = (tiny_vit(), images()) if kind == "vit" else (tiny_bert(dropout=0.3), texts())
     run = trainer(
@@ -291,7 +294,7 @@ def test_trains(tmp_path: Path, kind: str, per_batch: bool) -> None:
     assert not same(before, weights(run))
 
 
-@pytest.mark.parametrize("per_batch", [False, True])
+@pytest.mark.parametrize("per_batch", slow_except(True, of=[False, True]))
 def test_resume_is_bit_identical(tmp_path: Path, per_batch: bool) -> None:
     changes: dict[str, Any] = {
         "method": "mu_splitfed",

@@ -22,6 +22,7 @@ from hf_coefsfl.protocol.packing import EXCHANGE_DTYPES, Store
 from hf_coefsfl.protocol.padding import ignores_padding, kept_positions
 from tests.support.federated import same, texts, tiny_bert, trainer, weights
 from tests.support.packed import packed, texts_run, values
+from tests.support.selection import slow_except
 from tests.support.toy import CAUSAL, CLASSIFICATION, SPANS, TOKENS, toy_sides
 
 # ---- Dtypes ----
@@ -109,7 +110,7 @@ def test_models_that_read_padding_are_found() -> None:
         assert ignores_padding(split.server, example_smashed(split)) is expected
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", slow_except("vanilla", "coef_j", of=sorted(METHODS)))
 def test_without_padding_nothing_changes_but_the_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

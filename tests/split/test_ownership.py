@@ -17,6 +17,7 @@ from torch import nn
 from hf_coefsfl.split import find_blocks, split_model
 from tests.support.exactness import assert_equal, outcome
 from tests.support.models import MODELS
+from tests.support.selection import slow_except
 
 # --- what crosses --------------------------------------------------------------------------------
 
@@ -83,7 +84,7 @@ def test_what_the_server_cannot_rebuild_is_shipped_on_the_clients_graph() -> Non
 # --- sharing and ownership -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_except("bert", "gpt2-lm", "t5", "swin", of=MODELS))
 def test_tensors_are_shared_and_each_has_an_owner(name: str) -> None:
     model = MODELS[name].make()
     split = split_model(model, 2)

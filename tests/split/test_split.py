@@ -12,9 +12,15 @@ from peft import LoraConfig, get_peft_model
 from hf_coefsfl.split import SplitModel, split_model
 from tests.support.exactness import Result, assert_equal, outcome
 from tests.support.models import MODELS, TinyModel
+from tests.support.selection import slow_except
 
 torch.set_num_threads(1)
 
+# One model for each way of being cut; the others, and their other kinds of attention, are slow.
+FEW = ("bert", "gpt2-lm", "llama", "mixtral", "t5", "bart", "vit", "swin", "wav2vec2", "timm-vit")
+FEW_VARIANTS = [("bert", "sdpa"), ("llama", "eager"), ("t5", "eager"), ("vit", "sdpa"), ("swin", "eager")]
+FEW_CHECKPOINTED = [("bert", True), ("llama", True), ("t5", True), ("vit", False)]
+CHECKPOINTED = [(name, lora) for name, entry in MODELS.items() if entry.checkpointing for lora in (True, False)]
 VARIANTS = [(name, attention) for name, entry in MODELS.items() for attention in entry.attention]
 
 
@@ -24,7 +30,7 @@ def with_lora(entry: TinyModel, **options: Any) -> Any:
     return get_peft_model(entry.make(**options), config)
 
 
-@pytest.mark.parametrize(("name", "attention"), VARIANTS)
+@pytest.mark.parametrize(("name", "attention"), slow_except(*FEW_VARIANTS, of=VARIANTS))
 def test_full_finetuning_with_dropout(name: str, attention: str) -> None:
     entry = MODELS[name]
     model, batch = entry.make(attention).train(), entry.batch()
@@ -34,7 +40,7 @@ def test_full_finetuning_with_dropout(name: str, attention: str) -> None:
         assert_equal(outcome(model, lambda s=split: s.server(s.client(**batch))), expected)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_except(*FEW, of=MODELS))
 def test_evaluation(name: str) -> None:
     entry = MODELS[name]
     model, batch = entry.make(entry.attention[0]).eval(), entry.batch()
@@ -72,7 +78,7 @@ class _Done(dict):
         self.loss = torch.zeros((), requires_grad=True)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_except(*FEW, of=MODELS))
 def test_lora_connected_and_detached(name: str) -> None:
     entry = MODELS[name]
     model, batch = with_lora(entry).train(), entry.batch()
@@ -92,8 +98,7 @@ def test_nothing_reaches_the_client_unless_sent() -> None:
     assert gradients and not any(".layer.0." in name or ".layer.1." in name for name in gradients)
 
 
-@pytest.mark.parametrize("name", [name for name, entry in MODELS.items() if entry.checkpointing])
-@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize(("name", "lora"), slow_except(*FEW_CHECKPOINTED, of=CHECKPOINTED))
 def test_gradient_checkpointing(name: str, lora: bool) -> None:
     entry = MODELS[name]
     model, batch = (with_lora(entry) if lora else entry.make()).train(), entry.batch()

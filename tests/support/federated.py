@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Array3D, Dataset, Features, Value
 from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
 
 from hf_coefsfl import SplitFedConfig, SplitFedTrainer
@@ -41,8 +41,9 @@ def images(size: int = 72, seed: int = 0) -> Dataset:
     for image, label in zip(pixels, labels, strict=True):
         image[0, 2 * label : 2 * label + 2] += 2.0
     owner = [f"site {i % 4}" for i in range(size)]
-    data = {"pixel_values": pixels.tolist(), "labels": labels.tolist(), "owner": owner}
-    return Dataset.from_dict(data).with_format("torch")
+    data = {"pixel_values": pixels, "labels": labels, "owner": owner}
+    features = {"pixel_values": Array3D((1, 8, 8), "float32"), "labels": Value("int64"), "owner": Value("string")}
+    return Dataset.from_dict(data, features=Features(features)).with_format("torch")
 
 
 def texts(size: int = 72, seed: int = 0) -> Dataset:

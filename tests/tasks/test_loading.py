@@ -139,6 +139,7 @@ def test_partition_column_that_is_trained_on() -> None:
         TASKS["newsgroups"](arguments("newsgroups"), keep="text")
 
 
+@pytest.mark.slow
 def test_subsets_are_the_same_for_every_run() -> None:
     folder = real("data/sick_nli")
     options = {"dataset_name": folder, "max_train_samples": 5, "max_eval_samples": 3, "eval_split": ["test"]}

@@ -56,6 +56,7 @@ def squad(predictions, references, **kwargs):
     return load_metric("squad_v2").compute(predictions=predictions, references=references, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="processes are forked")
 def test_metrics_load_at_once_and_without_network(tmp_path):
     root = ROOT
@@ -223,6 +224,7 @@ def test_questions_that_do_not_match_are_refused(predictions, references, messag
         squad(predictions, references)
 
 
+@pytest.mark.slow
 def test_real_questions():
     rows = parquet.read_table(real("data/squad_v2_half_dev") + "/validation.parquet").to_pylist()
     references = [{"id": row["id"], "answers": row["answers"]} for row in rows]

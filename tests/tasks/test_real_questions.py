@@ -10,6 +10,8 @@ from hf_coefsfl.tasks.spans import encode_questions
 from tests.support.questions import answer_of, answers_of, encode, peaked, row
 from tests.support.real import real
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def questions():

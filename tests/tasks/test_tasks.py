@@ -39,6 +39,7 @@ def test_hub_ids_and_columns() -> None:
 # ---- Text ----
 
 
+@pytest.mark.slow
 def test_nli_on_real_rows() -> None:
     task = TASKS["mnli"](
         arguments(
@@ -61,6 +62,7 @@ def test_nli_on_real_rows() -> None:
     assert task.scores(both, ["matched", "mismatched"]) == {"MNLI-m": 25.0, "MNLI-mm": 75.0}
 
 
+@pytest.mark.slow
 def test_newsgroups_on_real_rows() -> None:
     task = TASKS["newsgroups"](
         arguments(
@@ -81,6 +83,7 @@ def test_newsgroups_on_real_rows() -> None:
     assert scored == {"accuracy": 0.5}
 
 
+@pytest.mark.slow
 def test_length_beyond_the_model() -> None:
     options = {"model_name_or_path": real("models/granite-30m-roberta"), "max_length": 100_000}
     with pytest.raises(ValueError, match=r"max_length=100000: the tokenizer of .* allows 2 to 512 tokens"):
@@ -90,6 +93,7 @@ def test_length_beyond_the_model() -> None:
 # ---- Questions ----
 
 
+@pytest.mark.slow
 def test_squad_on_real_rows() -> None:
     options = {"dataset_name": real("data/squad_v2_half_dev"), "max_train_samples": 40, "max_eval_samples": 25}
     task = TASKS["squad_v2"](
@@ -114,6 +118,7 @@ def test_squad_on_real_rows() -> None:
 # ---- Images ----
 
 
+@pytest.mark.slow
 def test_cifar_on_real_rows() -> None:
     options = {"dataset_name": real("data/cifar100_small"), "max_train_samples": 12, "max_eval_samples": 6}
     task = TASKS["cifar100"](arguments("cifar100", model_name_or_path=real("models/vit-micro"), **options))

@@ -17,6 +17,7 @@ from hf_coefsfl import SplitFedTrainer, load_adapter, split_model
 from hf_coefsfl.split.lora import default_lora
 from hf_coefsfl.split.stand_ins import PassThrough, Stop
 from tests.support.federated import config, images, same, texts, tiny_bert, tiny_vit, trainer, weights
+from tests.support.selection import slow_except
 
 FEWER = {"fsl_sage": {"align_epochs": 1, "num_blocks": 1}}
 
@@ -55,6 +56,7 @@ def blocks(run: SplitFedTrainer) -> list[torch.nn.Module]:
     return [b for half in (run.split.client, run.split.server) for b in half.model.get_base_model().vit.layers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["coef_j", "gas", "mu_splitfed"])
 def test_the_eager_backend_gives_the_same_bits(tmp_path: Path, method: str) -> None:
     plain, compiled = (run(tmp_path, backend, method=method) for backend in (None, "eager"))
@@ -63,7 +65,7 @@ def test_the_eager_backend_gives_the_same_bits(tmp_path: Path, method: str) -> N
 
 
 # CoeF-J goes through one graph twice; GGN and FSL-SAGE differentiate twice, which compiled blocks cannot.
-@pytest.mark.parametrize("method", ["coef_j", "ggn", "fsl_sage"])
+@pytest.mark.parametrize("method", slow_except("coef_j", of=["coef_j", "ggn", "fsl_sage"]))
 def test_differentiated_by_aot_autograd_gives_the_same_bits(tmp_path: Path, method: str) -> None:
     plain, compiled = (run(tmp_path, backend, method=method) for backend in (None, "aot_eager"))
     assert same(weights(plain), weights(compiled))
@@ -90,6 +92,7 @@ def test_training_compiles_and_evaluation_does_not(tmp_path: Path) -> None:
     assert counters["stats"]["unique_graphs"] == 0
 
 
+@pytest.mark.slow
 def test_operations_are_counted_as_without(tmp_path: Path) -> None:
     plain, compiled = (run(tmp_path, backend, count_flops=True) for backend in (None, "eager"))
     counted = [[{k: v for k, v in e.items() if "gflops" in k} for e in r.state.log_history] for r in (plain, compiled)]
@@ -97,6 +100,7 @@ def test_operations_are_counted_as_without(tmp_path: Path) -> None:
     assert counted[0][0]["server_gflops"] > 0
 
 
+@pytest.mark.slow
 def test_texts_and_a_last_batch_that_is_smaller(tmp_path: Path) -> None:
     data = {"data": texts(18), "eval_dataset": texts(8), "dataloader_drop_last": False, "method": "coef_j"}
     plain, compiled = (run(tmp_path, b, model=tiny_bert(), **data) for b in (None, "eager"))
@@ -132,7 +136,6 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, changes: dict[str,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.skipif("HF_COEFSFL_INDUCTOR" not in os.environ, reason="minutes of compiling: set HF_COEFSFL_INDUCTOR=1")
 def test_inductor(tmp_path: Path) -> None:
