@@ -8,11 +8,10 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,16 @@ from hf_coefsfl.compare.grid import upcoming
 from hf_coefsfl.compare.runner import worker_environment
 from tests.support.comparisons import cells_of, content
 
-# Writes its id to a journal when the work is done, then the summary; FAKE_FAIL names a method that fails.
+# Writes its id to a journal when the work is done, then the summary; FAKE_FAIL names a method
+# that fails, FAKE_WAIT a file whose coming it waits for.
 WORKER = """
 import json, os, sys, time
 task, path = sys.argv[1:]
 o = json.load(open(path))
 folder = o["output_dir"]
 print("working", o["method"], os.environ["OMP_NUM_THREADS"], flush=True)
-time.sleep(float(os.environ.get("FAKE_SECONDS", "0")))
+while "FAKE_WAIT" in os.environ and not os.path.exists(os.environ["FAKE_WAIT"]):
+    time.sleep(0.005)
 if o["method"] == os.environ.get("FAKE_FAIL"):
     sys.exit("the reason of the failure")
 score = 100 * o["learning_rate"] + o["seed"] + len(o["method"])
@@ -137,19 +138,31 @@ def test_a_failure_is_told_and_tried_again(
     assert "the reason" not in (tmp_path / "out/report.html").read_text()
 
 
-def compare(folder: Path, worker: tuple[str, ...], seconds: str) -> None:
+def compare(folder: Path, worker: tuple[str, ...], wait: Path | None) -> None:
     """Run a comparison of 16 runs in a process group of its own."""
     os.setsid()
-    os.environ["FAKE_SECONDS"] = seconds
+    if wait is not None:
+        os.environ["FAKE_WAIT"] = str(wait)
     runner._POLL, runner._POLL_OTHERS = 0.005, 0.05
     cells = cells_of(tasks=[{"task": "cifar100", "model": "ViT"}], cuts=[1, 2])
     Runner(cells, folder, jobs=2, worker=worker).run()
 
 
-def started(folder: Path, worker: tuple[str, ...], seconds: str = "0.03") -> multiprocessing.process.BaseProcess:
-    process = multiprocessing.get_context("fork").Process(target=compare, args=(folder, worker, seconds))
+def started(folder: Path, worker: tuple[str, ...], wait: Path | None = None) -> multiprocessing.process.BaseProcess:
+    process = multiprocessing.get_context("fork").Process(target=compare, args=(folder, worker, wait))
     process.start()
     return process
+
+
+def at_work(folder: Path) -> int:
+    """Return how many workers have begun."""
+    return sum("working" in log.read_text() for log in folder.glob("*/log.txt"))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait; pytest's own limit ends what never comes true."""
+    while not condition():
+        time.sleep(0.002)
 
 
 def test_killed_at_any_point_it_finishes_every_run_once(tmp_path: Path, worker: tuple[str, ...]) -> None:
@@ -157,7 +170,9 @@ def test_killed_at_any_point_it_finishes_every_run_once(tmp_path: Path, worker: 
     draw, finished_before, hit_in_the_middle = random.Random(0), Counter[str](), False
     for _ in range(6):
         process = started(tmp_path / "runs", worker)
-        time.sleep(draw.uniform(0.05, 0.3))
+        goal = len(journal(tmp_path / "runs")) + draw.randint(0, 2)
+        until(lambda goal=goal: len(journal(tmp_path / "runs")) >= goal)
+        time.sleep(draw.uniform(0.0, 0.05))  # any moment will do
         os.killpg(process.pid or 0, signal.SIGKILL)
         process.join()
         done = {path.parent.name for path in tmp_path.glob("runs/*/summary.json")}
@@ -165,7 +180,7 @@ def test_killed_at_any_point_it_finishes_every_run_once(tmp_path: Path, worker: 
         assert all(journal(tmp_path / "runs")[name] == count for name, count in finished_before.items())
         finished_before = Counter({name: journal(tmp_path / "runs")[name] for name in done})
     process = started(tmp_path / "runs", worker)
-    process.join(60)
+    process.join()
     assert process.exitcode == 0
     after = journal(tmp_path / "runs")
     assert all(after[name] == count for name, count in finished_before.items())
@@ -174,15 +189,14 @@ def test_killed_at_any_point_it_finishes_every_run_once(tmp_path: Path, worker: 
 
 
 def test_a_worker_that_survives_is_waited_for(tmp_path: Path, worker: tuple[str, ...]) -> None:
-    first = started(tmp_path / "runs", worker, "0.6")
-    deadline = time.monotonic() + 20
-    while len(list(tmp_path.glob("runs/*/log.txt"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.1)
+    first = started(tmp_path / "runs", worker, tmp_path / "go")
+    until(lambda: at_work(tmp_path / "runs") == 2)
     os.kill(first.pid or 0, signal.SIGKILL)  # not its workers
     first.join()
-    second = started(tmp_path / "runs", worker, "0")
-    second.join(60)
+    second = started(tmp_path / "runs", worker)
+    until(lambda: len(journal(tmp_path / "runs")) > 0)  # the second comparison does what nobody holds
+    (tmp_path / "go").touch()
+    second.join()
     assert second.exitcode == 0
     assert len(journal(tmp_path / "runs")) == 16 and set(journal(tmp_path / "runs").values()) == {1}
 
@@ -191,24 +205,27 @@ def test_a_worker_that_survives_is_waited_for(tmp_path: Path, worker: tuple[str,
 def test_interrupted_it_ends_its_workers(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: int
 ) -> None:
-    monkeypatch.setenv("FAKE_SECONDS", "60")
-    code = f"""
-import glob, os, time
-while len(glob.glob({str(tmp_path / "out/runs/*/log.txt")!r})) < 2:
-    time.sleep(0.05)
-time.sleep(0.3)
-os.kill({os.getpid()}, {int(number)})
-"""
+    monkeypatch.setenv("FAKE_WAIT", str(tmp_path / "never"))
+    sleep = time.sleep
+
+    def interrupted(seconds: float) -> None:
+        """Stand in for the pause between two looks at the workers."""
+        sleep(seconds)
+        if at_work(tmp_path / "out/runs") == 2:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(runner.time, "sleep", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     try:
-        with subprocess.Popen([sys.executable, "-S", "-c", code]), pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as left:
             main([*command, "--jobs", "2"])
     finally:
         signal.signal(signal.SIGINT, before)
     assert left.value.code == 130
     assert "0 of 4 runs are done. The same command goes on" in capfd.readouterr().err
     assert len(list(tmp_path.glob("out/runs/*/log.txt"))) == 2 and not journal(tmp_path / "out/runs")
-    monkeypatch.delenv("FAKE_SECONDS")
+    monkeypatch.setattr(runner.time, "sleep", sleep)
+    monkeypatch.delenv("FAKE_WAIT")
     assert main(command) == 0
 
 

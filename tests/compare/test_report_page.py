@@ -46,7 +46,7 @@ def test_a_reader_sorts_the_table_and_sees_the_curves(tmp_path: Path, browser: s
     page = tmp_path / "report.html"
     page.write_text(page.read_text().replace("</body>", _READER))
     command = [browser, *_QUIET, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    shown = subprocess.run(command, capture_output=True, text=True).stdout
     (told,) = re.findall(r"<output>(.*?)</output>", shown)
     up, down, lines, before, after = told.replace("&lt;", "<").split(" | ")
     reuse, coef_d = "Gradient reuse (w/o comp.)", "CoeF-D"

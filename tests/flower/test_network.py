@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.loopback import Loopback, free_port, make_certificates, make_node_key
-from tests.support.deployed import Site
+from tests.support.deployed import LONG, Site
 from tests.support.federated import weights
 from tests.support.paths import ROOT
 
@@ -25,7 +25,7 @@ needs_tools = pytest.mark.skipif(
 )
 
 
-def wait_for(path: Path, seconds: float = 200.0) -> None:
+def wait_for(path: Path, seconds: float = LONG) -> None:
     end = time.monotonic() + seconds
     while not path.exists():
         assert time.monotonic() < end, f"{path} did not appear"
@@ -34,7 +34,6 @@ def wait_for(path: Path, seconds: float = 200.0) -> None:
 
 @needs_tools
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_real_network(tmp_path: Path) -> None:
     """CoeF-J with dropout over TLS and authenticated nodes; the server is killed on the way and goes on.
 
@@ -42,7 +41,7 @@ def test_a_real_network(tmp_path: Path) -> None:
     """
     site = Site(tmp_path / "site", dropout=0.1)
     site.make_half()
-    config = site.run_config(method="coef_j", num_rounds=3, min_clients=2, start_timeout=120.0)
+    config = site.run_config(method="coef_j", num_rounds=3, min_clients=2, start_timeout=LONG)
     output = Path(config["output_dir"])
     keys = [make_node_key(tmp_path / "keys", name) for name in ("site0", "site1", "stranger")]
     with Loopback(tmp_path / "flower", make_certificates(tmp_path / "tls"), authenticate=True) as flower:
@@ -57,7 +56,7 @@ def test_a_real_network(tmp_path: Path) -> None:
         flower.kill("link", signal.SIGKILL)
         assert not (output / "adapter_model.safetensors").exists()
         flower.start_link()
-        said = flower.run(config)
+        said = flower.run(config, LONG)
         assert "ServerApp finished running" in said, said
         log = flower.log(stranger)
     found = load_file(output / "adapter_model.safetensors")
@@ -71,11 +70,10 @@ def test_a_real_network(tmp_path: Path) -> None:
 
 def _run(flower: Loopback, config: dict[str, object]) -> None:
     with contextlib.suppress(Exception):
-        flower.run(config)
+        flower.run(config, LONG)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
     """From the example's files to its adapter, on other ports and for two rounds."""
     text = (ROOT / "docs" / "deployment.md").read_text()
@@ -105,7 +103,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
         install, *make, export, link = first.strip().splitlines()
         assert install.startswith("pip install") and link.startswith("flower-superlink")
         for line in make:
-            assert shell(line).wait(200) == 0
+            assert shell(line).wait(LONG) == 0
         config = tmp_path / "example" / "flwr" / "config.toml"
         config.write_text(adapted(config.read_text()))
         options = tmp_path / "recipes" / "flower" / "example.toml"
@@ -114,8 +112,8 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
             with (tmp_path / f"{name}.log").open("w") as log:
                 flower.processes[name] = shell(commands, stdout=log, stderr=log)
             if name == "link":
-                flower.wait_for_port(int(ports["8000"]))
-        said, _ = shell(run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).communicate(timeout=400)
+                flower.wait_for_port(int(ports["8000"]), LONG)
+        said, _ = shell(run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).communicate(timeout=LONG)
     assert "CIFAR-100, coef_j, 2 rounds: accuracy " in said, said
     assert float(said.split("accuracy ")[-1].split(".")[0]) > 40  # of ten classes
     for name in ("adapter_model.safetensors", "client/adapter_model.safetensors", "README.md", "communication.json"):

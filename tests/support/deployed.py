@@ -39,6 +39,7 @@ from hf_coefsfl.trainer.trainer import SplitFedTrainer
 from tests.support.words import words_tokenizer
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "dog", "ran", "far"]
+LONG = 1000.0  # seconds that no test waits for, unless what it waits for never happens
 Fault = Callable[[int, Message, Message], Any]
 
 
@@ -100,7 +101,7 @@ class Site:
     def run_config(self, **changes: Any) -> dict[str, Any]:
         """Return Flower's run config."""
         ours = self.options(dataset_name=str(self.folder / "test"), output_dir=self.new_folder("deployed")) | changes
-        return {"task": self.task, "min_clients": 1, "round_timeout": 250.0, "start_timeout": 250.0} | ours
+        return {"task": self.task, "min_clients": 1, "round_timeout": LONG, "start_timeout": LONG} | ours
 
     def make_half(self, cut: int = 1) -> None:
         """Write the clients' half, where it is not there."""

@@ -1,18 +1,21 @@
 """Checkpoints that survive being killed at any moment, and are seen through when they are broken."""
 
+import itertools
 import json
 import logging
 import os
 import random
 import shutil
 import signal
-import time
+import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hf_coefsfl.trainer.checkpoints import SEAL_NAME, fault, last_whole, seal
 from tests.support.federated import rounds, trainer, weights
@@ -109,59 +112,63 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
         trainer(tmp_path, **options()).train(resume_from_checkpoint=True)
 
 
-def run_in_a_child(folder: Path, **more: Any) -> int:
-    """Start a run that goes on from the last checkpoint and leaves its result, and return its process."""
+class Moments:
+    """Counts the calls of modules and what is done to files of a folder; at a given one the process is killed."""
+
+    def __init__(self, folder: Path, kind: str, at: int):
+        self.folder, self.kind, self.at = str(folder), kind, at
+        self.seen = Counter[str]()
+
+    def watch(self) -> None:
+        register_module_forward_pre_hook(lambda module, args: self.count("computing"))
+        sys.addaudithook(self.audit)
+
+    def audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir") and str(args[0]).startswith(self.folder):
+            self.count("writing")
+
+    def count(self, kind: str) -> None:
+        self.seen[kind] += 1
+        if kind == self.kind and self.seen[kind] == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_in_a_child(folder: Path, kind: str = "", at: int = 0, **more: Any) -> int:
+    """Run from the last checkpoint in a process that is killed at some moment; return how it ended."""
     child = os.fork()
     if child:
-        return child
-    os.setpgid(0, 0)
+        return os.waitpid(child, 0)[1]
     status = 1
     try:
         run = trainer(folder, **options(eval_strategy="steps", eval_steps=1, **more))
+        moments = Moments(folder, kind, at)
+        moments.watch()
         run.train(resume_from_checkpoint=last_whole(folder))
         save_file(weights(run), folder / "result.safetensors")
         evals = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
         ledger = json.loads((folder / "communication.json").read_text())["entries"]
         logged = [{k: v for k, v in entry.items() if not k.endswith("seconds")} for entry in rounds(run)]
         (folder / "result.json").write_text(json.dumps({"evals": evals, "ledger": ledger, "rounds": logged}))
+        (folder / "moments.json").write_text(json.dumps(moments.seen))
         status = 0
     finally:
         os._exit(status)
-
-
-def written(folder: Path) -> int:
-    """Return when something was last written into a folder; 0 if it is not there."""
-    try:
-        return folder.stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["coef_j", "gas"])
 def test_killed_at_random_moments(tmp_path: Path, method: str) -> None:
     """Killed again and again, while training, evaluating and writing, a run ends in the same bits."""
-    start = time.monotonic()
-    assert os.waitpid(run_in_a_child(tmp_path / "whole", method=method), 0)[1] == 0
-    whole = time.monotonic() - start
-    moments, killed = random.Random(0), 0
-    while True:
-        found = last_whole(tmp_path / "run")
-        following = tmp_path / "run" / f"checkpoint-{int(found.rpartition('-')[2]) + 1 if found else 1}"
-        left_over = written(following)
-        child = run_in_a_child(tmp_path / "run", method=method)
-        end, status = None, None  # a random moment within a round from where the next checkpoint begins
-        while status is None and (end is None or time.monotonic() < end):
-            if end is None and written(following) not in (0, left_over):
-                end = time.monotonic() + moments.uniform(0.0, 1.0) * whole / ROUNDS
-            finished, code = os.waitpid(child, os.WNOHANG)
-            status = code if finished else None
-            time.sleep(0.001)
-        if status is not None:
-            assert status == 0
+    assert run_in_a_child(tmp_path / "whole", method=method) == 0
+    moments = json.loads((tmp_path / "whole" / "moments.json").read_text())
+    draw, killed = random.Random(0), 0
+    for kind in itertools.cycle(("computing", "writing")):
+        # After an eighth to a third of all moments: less than the whole run, and mostly more than a round.
+        at = draw.randint(moments[kind] // 8, moments[kind] // 3)
+        status = run_in_a_child(tmp_path / "run", kind, at, method=method)
+        if status == 0:
             break
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
         killed += 1
         assert killed < 100  # it gets on, whatever hits it
     assert killed >= 2
