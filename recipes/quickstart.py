@@ -171,7 +171,7 @@ def main() -> None:
         print(f"Accuracy over transfers:           {args.output_dir / 'transfers.png'}")
         print(f"Accuracy over rounds and over MiB: {args.output_dir / 'accuracy.png'}")
         print(f"Which client holds which digits:   {args.output_dir / 'partition.png'}")
-        print(f"Adapters, one folder a method:     {args.output_dir / '<method>'} (on the model in {base_dir})")
+        print(f"Adapters, a folder per method:     {args.output_dir / '<method>'} (on the model in {base_dir})")
 
 
 if __name__ == "__main__":
