@@ -8,14 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from filelock import lock_descriptor
+
 from .._io import to_json, write_atomically
 from ..tasks.run import SUMMARY_NAME
 from .grid import Run, Summary
-
-try:
-    import fcntl
-except ImportError:  # on Windows runs are not locked, so a second comparison in the same folder would repeat them
-    fcntl = None  # type: ignore[assignment]
 
 OPTIONS, LOG, LOCK = "options.json", "log.txt", "lock"
 
@@ -44,13 +41,10 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            if fcntl is not None:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
-            return None
-        return lock
+        if lock_descriptor(lock, blocking=False):
+            return lock
+        os.close(lock)
+        return None
 
     def write_options(self) -> Path:
         """Write the options that the worker reads, and return the path of the file."""

@@ -57,7 +57,6 @@ class TextClassification(TextTask):
     arguments_class = TextArguments
     auto_model = AutoModelForSequenceClassification
     columns = {"text": "text", "label": "label"}
-    metric = "accuracy"
 
     def build(self, train: Dataset, evals: dict[str, Dataset], processor: Any) -> Prepared:
         """Tokenise; a batch is padded to its longest sample."""
@@ -86,7 +85,7 @@ class TextClassification(TextTask):
             train_dataset=encoded(train),
             eval_dataset={name: encoded(rows) for name, rows in evals.items()},
             data_collator=DataCollatorWithPadding(processor),
-            compute_metrics=share_correct(self.metric),
+            compute_metrics=share_correct(),
             preprocess_logits_for_metrics=predicted_class,
         )
 
@@ -111,7 +110,6 @@ class MNLI(TextClassification):
     columns = {"premise": "premise", "hypothesis": "hypothesis", "label": "label"}
     eval_splits = {"matched": "validation_matched", "mismatched": "validation_mismatched"}
     score_titles = {"matched": "MNLI-m", "mismatched": "MNLI-mm"}
-    metric = "mnli"
 
 
 def predicted_class(logits: Any, labels: Any) -> Any:
@@ -119,12 +117,12 @@ def predicted_class(logits: Any, labels: Any) -> Any:
     return (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
 
 
-def share_correct(metric: str) -> Any:
-    """Return the `compute_metrics` of an `evaluate` metric over predicted classes."""
-    module = load_metric(metric)
+def share_correct() -> Any:
+    """Return the `compute_metrics` of a classification: the accuracy of the predicted classes."""
+    accuracy = load_metric("accuracy")
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-        found: dict[str, float] = module.compute(
+        found: dict[str, float] = accuracy.compute(
             predictions=np.asarray(prediction.predictions), references=np.asarray(prediction.label_ids)
         )
         return found

@@ -58,7 +58,7 @@ class ImageClassification(FineTuningTask):
             train_dataset=train.with_transform(augmentation()) if self.arguments.augment else train,
             eval_dataset=evals,
             data_collator=PixelCollator(processor),
-            compute_metrics=share_correct("accuracy"),
+            compute_metrics=share_correct(),
             preprocess_logits_for_metrics=predicted_class,
         )
 

@@ -8,6 +8,7 @@ import difflib
 import json
 import sys
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -37,25 +38,64 @@ _TRAINING = (
 )  # fmt: skip
 _VALUES: dict[Any, str] = {int: "N", float: "X", string_to_bool: "true|false"}
 # What a recipe decides itself.
-_GIVEN = ("max_steps", "num_train_epochs", "do_train", "do_eval", "do_predict", "remove_unused_columns")
-
-
-class _Parser(HfArgumentParser):
-    """A parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        line = " ".join(message.split())
-        self.exit(2, f"{self.prog}: error: {line} (see --help)\n")
+_DECIDED = ("max_steps", "num_train_epochs", "do_train", "do_eval", "do_predict", "remove_unused_columns")
+_RARE = "further arguments of transformers.TrainingArguments"
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Show defaults, leave the description as it is, and name an option once (HfArgumentParser adds --a-b to --a_b)."""
+    """Show defaults, and leave the description as it is."""
 
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        if not action.option_strings:
-            return super()._format_action_invocation(action)
-        value = "" if action.nargs == 0 else f" {_VALUES.get(action.type, 'TEXT')}"
-        return action.option_strings[0] + value + (" ..." if action.nargs in ("+", "*") else "")
+
+class RecipeParser(HfArgumentParser):
+    """The parser of a task's recipe, with options in groups and errors of one line.
+
+    Args:
+        task: the task.
+        rare: whether the help shows the options that are rarely needed.
+        kwargs: of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, task: type[FineTuningTask], *, rare: bool, **kwargs: Any):
+        self.options: dict[str, argparse.Action] = {}
+        self.rare, self.texts = rare, _texts(task)
+        federation, trainers = ({f.name for f in dataclasses.fields(c)} for c in (SplitFedConfig, TrainingArguments))
+        self.members = {
+            "the task": {f.name for f in dataclasses.fields(task.arguments_class)},
+            "the federation": federation - trainers,
+            "training (an option that counts steps counts rounds)": set(_TRAINING),
+            _RARE: trainers - {*_TRAINING, *_DECIDED},
+        }
+        super().__init__(cast(Any, [task.arguments_class, SplitFedConfig]), **kwargs)
+
+    @cached_property
+    def groups(self) -> dict[str, Any]:
+        """The groups in the order of the help."""
+        return {title: self.add_argument_group(title) for title in self.members}
+
+    def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:
+        """Add an option to its group. The help shows neither its spelling with hyphens nor a default of None."""
+        name = kwargs.get("dest") or names[0].lstrip("-")
+        if name in _DECIDED:
+            return argparse.Action(names, name)
+        title = next((title for title, members in self.members.items() if name in members), None)
+        if title is None:
+            return super().add_argument(*names, **kwargs)
+        negation = kwargs.get("action") == "store_false"  # --no_x says what --x false says
+        hidden = negation or (title == _RARE and not self.rare)
+        kwargs["help"] = argparse.SUPPRESS if hidden else self.texts.get(name, kwargs["help"])
+        if kwargs.get("default") is None or name == "cut":
+            kwargs["default"] = argparse.SUPPRESS
+        if not negation:
+            kwargs["metavar"] = _VALUES.get(kwargs["type"], "TEXT")
+        option: argparse.Action = self.groups[title].add_argument(names[0], **kwargs)
+        for spelling in names[1:]:
+            self.groups[title].add_argument(spelling, **kwargs | {"dest": name, "help": argparse.SUPPRESS})
+        return self.options.setdefault(name, option)
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with one line."""
+        line = " ".join(message.split())
+        self.exit(2, f"{self.prog}: error: {line} (see --help)\n")
 
 
 def make_parser(
@@ -65,10 +105,11 @@ def make_parser(
     description: str = "",
     prog: str | None = None,
     rare: bool = False,
-) -> argparse.ArgumentParser:
+) -> RecipeParser:
     """Return the parser of a task's recipe; its help shows rarely needed options only if `rare`."""
-    parser = _Parser(
-        cast(Any, [task.arguments_class, SplitFedConfig]),
+    parser = RecipeParser(
+        task,
+        rare=rare,
         prog=prog,
         usage="%(prog)s [options_file] [--option value ...]",
         description=description,
@@ -81,30 +122,6 @@ def make_parser(
         dataset_name=task.dataset_name,
         **_DEFAULTS,
     )
-    for action in [action for action in parser._actions if action.dest in _GIVEN]:
-        parser._remove_action(action)
-        parser._optionals._group_actions.remove(action)
-        for option in action.option_strings:
-            del parser._option_string_actions[option]
-    options = {action.dest: action for action in parser._actions if action.dest != "help"}
-    _say_defaults(options, task)
-    trainers = {f.name for f in dataclasses.fields(TrainingArguments)}
-    groups: dict[str, list[str]] = {"the task": [f.name for f in dataclasses.fields(task.arguments_class)]}
-    groups["the federation"] = [
-        f.name for f in dataclasses.fields(SplitFedConfig) if f.name not in trainers and f.name in options
-    ]
-    groups["training (an option that counts steps counts rounds)"] = [name for name in _TRAINING if name in options]
-    shown = {name for names in groups.values() for name in names}
-    groups["further arguments of transformers.TrainingArguments"] = [name for name in options if name not in shown]
-    for title, names in groups.items():
-        group = parser.add_argument_group(title)
-        for action in [action for action in parser._actions if action.dest in names]:
-            parser._optionals._group_actions.remove(action)
-            group._group_actions.append(action)
-    for action in parser._actions:
-        hidden = not rare and action.dest in options and action.dest not in shown
-        if hidden or action.option_strings[:1] == ["--no_dataloader_pin_memory"]:
-            action.help = argparse.SUPPRESS
     parser.add_argument(
         "options_file",
         nargs="?",
@@ -115,11 +132,11 @@ def make_parser(
     return parser
 
 
-def _say_defaults(options: dict[str, argparse.Action], task: type[FineTuningTask]) -> None:
-    """Write into the help what the defaults are where they depend on the task."""
+def _texts(task: type[FineTuningTask]) -> dict[str, str]:
+    """Return the help of the options whose defaults or choices depend on the task or the recipes."""
     roles = " ".join(f"{role}={column}" for role, column in task.columns.items())
     splits = " ".join(task.eval_splits.values())
-    told = {
+    return {
         "columns": f"Columns of the dataset, as role=column. Default: {roles}.",
         "eval_split": f"Splits to evaluate on. Default: {splits}; else validation or test.",
         "method": f"One of {', '.join(sorted(METHODS))}; `coefsfl methods` tells more.",
@@ -128,15 +145,8 @@ def _say_defaults(options: dict[str, argparse.Action], task: type[FineTuningTask
         "weight_decay": "Weight decay of the local updates, on all trained parameters.",
         "eval_strategy": "no, steps (every eval_steps rounds) or best.",
         "hub_strategy": "every_save (in the background, and at the end) or end.",
-        "resume_from_checkpoint": "Folder of a checkpoint to go on from, or `last`: the newest, if there is one.",
+        "resume_from_checkpoint": "Folder of a checkpoint to resume from, or `last`: the newest, if there is one.",
     }
-    for name, text in told.items():
-        options[name].help = text
-        if options[name].default is None or name == "cut":
-            options[name].default = argparse.SUPPRESS
-    for action in options.values():
-        if action.default is None and action.help:
-            action.help += "%(default).0s"  # no "(default: None)"
 
 
 def parse_options(
@@ -146,7 +156,7 @@ def parse_options(
     description: str = "",
     prog: str | None = None,
     argv: Sequence[str] | None = None,
-) -> tuple[argparse.ArgumentParser, TaskArguments, SplitFedConfig]:
+) -> tuple[RecipeParser, TaskArguments, SplitFedConfig]:
     """Return the parser, the task's arguments and the configuration; bad options end the program with one line.
 
     A `cut` that is not given is 0: it depends on the model.
@@ -174,9 +184,9 @@ def parse_options(
     return parser, arguments, config
 
 
-def _read_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
+def _read_file(path: Path, parser: RecipeParser) -> dict[str, Any]:
     if path.suffix not in (".yaml", ".yml", ".json"):
-        raise ValueError(f"{path} is no .yaml or .json file of options. Options themselves begin with two dashes.")
+        raise ValueError(f"{path} is not a .yaml or .json file of options. Options themselves begin with two dashes.")
     text = path.read_text(encoding="utf-8")
     try:
         found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
@@ -184,17 +194,16 @@ def _read_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold options and their values, got {type(found).__name__}.")
-    known = {action.dest for action in parser._actions} - {"help", "options_file", "help_all"}
     for name in found:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=3)
+        if name not in parser.options:
+            near = difflib.get_close_matches(str(name), parser.options, n=3)
             raise ValueError(
                 f"{path}: there is no option {name!r}" + (f"; near it: {', '.join(near)}." if near else ".")
             )
     found = {name: value for name, value in found.items() if value is not None}
-    for action in parser._actions:
-        if action.nargs in ("+", "*") and isinstance(found.get(action.dest), str):
-            found[action.dest] = [found[action.dest]]
+    for name, value in found.items():
+        if parser.options[name].nargs == "+" and isinstance(value, str):
+            found[name] = [value]
     if isinstance(found.get("columns"), dict):
         found["columns"] = [f"{role}={column}" for role, column in found["columns"].items()]
     return found

@@ -71,7 +71,7 @@ def test_recipes_are_thin_and_named_by_what_they_run(path: Path) -> None:
     task, method = call.args[0].value, call.keywords[0].value.value  # type: ignore[attr-defined]
     assert path.stem == f"{task}_{method.replace('_', '')}"
     # Every option that the text names exists.
-    known = {option for action in make_parser(TASKS[task])._actions for option in action.option_strings}
+    known = {f"--{name}" for name in make_parser(TASKS[task]).options}
     assert set(re.findall(r"--[a-z_]{3,}", text)) - {"--help"} <= known
 
 
@@ -186,7 +186,7 @@ def test_help_is_grouped_and_complete(capsys: pytest.CaptureFixture[str]) -> Non
         (["--columns", "text"], r"columns='text' is not role=column. The roles here are text, label"),
         (["--num_train_epochs", "3"], "unrecognized arguments: --num_train_epochs"),
         (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint='nowhere': there is no such folder"),
-        (["nothing.txt"], "nothing.txt is no .yaml or .json file of options"),
+        (["nothing.txt"], "nothing.txt is not a .yaml or .json file of options"),
         (["missing.yaml"], "No such file.*missing.yaml"),
     ],
 )
