@@ -25,6 +25,7 @@ from ..protocol.context import RoundContext
 from ..protocol.packing import EXCHANGE_DTYPES, Store
 from ..protocol.seeds import preserved_random_state
 from ..split import SplitModel, find_blocks, split_model
+from ..split.blocks import members
 from ..split.lora import default_lora, trainable_sides
 from .backbones import Samples
 from .flops import CountedLink, CountedServer, OperationCounter
@@ -142,7 +143,7 @@ class CostModel:
     @property
     def cuts(self) -> range:
         """Every cut that leaves both sides a block."""
-        return range(1, len(list(find_blocks(self.model)[1].children())))
+        return range(1, len(members(find_blocks(self.model)[1])))
 
     def split(self, cut: int) -> SplitModel:
         """Return the model split at `cut`; a cut that cannot be is a ValueError."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 def argument_names(block: nn.Module) -> list[str]:
     """Names of the positional arguments of a block; the first is its hidden state."""
-    return list(_argument_names(type(block).forward))
+    return list(_argument_names(getattr(type(block), "own_forward", type(block).forward)))  # not that of a stand-in
 
 
 @lru_cache

@@ -33,9 +33,18 @@ def find_blocks(model: nn.Module, blocks: str | None = None) -> tuple[str, nn.Mo
     return path, found[path]
 
 
+def members(container: nn.Module) -> dict[str, nn.Module]:
+    """The blocks in a list by their path in it; a list of stages that are lists themselves (PVT) is one of blocks."""
+    blocks: dict[str, nn.Module] = {}
+    for name, child in container.named_children():
+        nested = members(child) if isinstance(child, nn.ModuleList) else {}
+        blocks |= {f"{name}.{inner}": block for inner, block in nested.items()} or {name: child}
+    return blocks
+
+
 def check_cut(model: nn.Module, path: str, container: nn.Module, cut: int) -> None:
     """Refuse, with a ValueError, a cut that does not leave both sides at least one block of their own."""
-    count = len(list(container.children()))
+    count = len(members(container))
     expected = getattr(getattr(model, "config", None), "num_hidden_layers", None)
     if len(list(container.named_children())) < len(getattr(container, "_modules", {})):
         raise ValueError(
@@ -66,15 +75,15 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
     uniform: dict[str, nn.Module] = {}
     blocks: dict[str, nn.Module] = {}
     for path, container in _lists(model).items():
-        members = list(container.children())
-        if any(path.startswith(outer + ".") for outer in uniform) or not all(list(m.children()) for m in members):
+        blocks_in_it = members(container).values()
+        if any(path.startswith(outer + ".") for outer in uniform) or not all(list(m.children()) for m in blocks_in_it):
             continue
-        classes = {type(m).__name__ for m in members}
+        classes = {type(m).__name__ for m in blocks_in_it}
         if len(classes) == 1 or classes & declared:
             uniform[path] = container
             if classes & declared:
                 blocks[path] = container
-    return blocks or {p: c for p, c in uniform.items() if len(list(c.children())) > 1} or uniform
+    return blocks or {p: c for p, c in uniform.items() if len(members(c)) > 1} or uniform
 
 
 def _lists(model: nn.Module) -> dict[str, nn.Module]:
@@ -94,7 +103,7 @@ def _named_list(model: nn.Module, blocks: str, found: dict[str, nn.Module]) -> t
 
 
 def _listed(lists: dict[str, nn.Module]) -> str:
-    return ", ".join(f"{path!r} ({len(list(c.children()))} modules)" for path, c in lists.items()) or "none"
+    return ", ".join(f"{path!r} ({len(members(c))} modules)" for path, c in lists.items()) or "none"
 
 
 def _size(module: nn.Module) -> int:

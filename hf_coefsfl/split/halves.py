@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ..protocol.messages import SmashedData
 from .block_arguments import leaves
 from .placeholders import (
-    accepts,
     crossing_context,
     is_generative_pair,
+    no_cache,
     placeholder_inputs,
     refuse_block_outputs,
     sort_inputs,
@@ -52,10 +52,6 @@ class Half(nn.Module):
 
         save_half(self, folder)
 
-    def _options(self) -> dict[str, Any]:
-        """Arguments for the model's forward: a cache would be made of placeholders."""
-        return {"use_cache": False} if accepts(self.model, "use_cache") else {}
-
 
 class ClientHalf(Half):
     """The embeddings and the first blocks: raw inputs in, smashed data out."""
@@ -69,7 +65,7 @@ class ClientHalf(Half):
         The activations, and what else the block at the cut needs, stay on the client's graph.
         """
         raw, labels, shapes = sort_inputs(inputs)
-        arguments = run_to_cut(self.model, raw | self._options())
+        arguments = run_to_cut(self.model, raw | no_cache(self.model))
         activations: Tensor = arguments.pop(next(iter(arguments)))
         context = crossing_context(self.model, raw, self.cut.crossing, activations.device)
         found = {path: leaf for name, value in arguments.items() for path, leaf in leaves(value, name)}
@@ -112,7 +108,7 @@ class ServerHalf(Half):
             RandomState(smashed.activations.device) if self.training else None,
         )
         with injecting(injection):
-            output = self.model(**(placeholders | inputs | self._options()))
+            output = self.model(**(placeholders | inputs | no_cache(self.model)))
         if not injection.reached:
             raise RuntimeError(
                 f"The server's forward pass never reached block {self.cut.index} of {self.cut.blocks!r}, so the "

@@ -31,6 +31,11 @@ def accepts(model: nn.Module, name: str) -> bool:
     return name in _signature(type(unwrapped(model)).forward)
 
 
+def no_cache(model: nn.Module) -> dict[str, Any]:
+    """Arguments that keep a forward pass from making a cache: that of a half would hold placeholders."""
+    return {"use_cache": False} if accepts(model, "use_cache") else {}
+
+
 def is_label(name: str) -> bool:
     """Whether an input belongs to the loss or to the decoder, and so to the server."""
     return "label" in name or name in ("start_positions", "end_positions") or name.startswith("decoder_")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .placeholders import unwrapped
 from .sources import side_folder
-from .surgery import Cut, cut_path, make_client, make_server
+from .surgery import Cut, cut_path, handover_path, make_client, make_server
 
 if TYPE_CHECKING:
     from .halves import ClientHalf, Half, ServerHalf
@@ -58,7 +58,7 @@ def save_half(half: Half, folder: str | Path) -> None:
         "parameters": sorted(parameters),
         "trainable": sorted(name for name, p in parameters.items() if p.requires_grad),
         # A wrapper may have moved the blocks since the split.
-        "cut": asdict(half.cut) | {"blocks": cut_path(half.model)},
+        "cut": asdict(half.cut) | {"blocks": cut_path(half.model), "handover": handover_path(half.model)},
     }
     (folder / _SPLIT).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
     tensors: dict[str, Tensor] = {}

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,13 +18,14 @@ from torch import nn
 
 from ..protocol.messages import SmashedData
 from ..protocol.modes import evaluating, training
-from .blocks import check_cut, find_blocks
+from .blocks import check_cut, find_blocks, members
+from .exactness import evaluation_gap, training_gap
 from .halves import ClientHalf, ServerHalf, run_to_cut
-from .placeholders import accepts, crossing_context, placeholder_inputs, sort_inputs, unwrapped
+from .placeholders import crossing_context, no_cache, placeholder_inputs, sort_inputs, unwrapped
 from .placeholders import example_inputs as derive_inputs
 from .stand_ins import RandomState
 from .surgery import Cut, clone, make_client, make_probe, make_server
-from .tracing import Ownership, Record, arguments_to_ship, difference, find_owners, record_run
+from .tracing import Ownership, Record, arguments_to_ship, find_owners, record_run
 
 # How far the halves may be from the unsplit model, relative to its largest output. They run the
 # same operations on the same numbers, so it leaves room for kernels that add in another order only.
@@ -105,45 +108,52 @@ def _split_exactly(model: nn.Module, path: str, container: nn.Module, cut: int, 
     kind = type(unwrapped(model)).__name__
     record = _run_example(model, path, container, cut, inputs)
     templates = tuple(record.templates[i] for i in range(cut))
+    plan = Cut(path, cut, len(members(container)), templates, handover=record.handover, in_shape=record.in_shape)
     tolerance = _TOLERANCE.get(next(iter(record.arguments.values())).dtype, 5e-2)
     problem: object = None
     for crossing in ((), *((name,) for name in inputs if name == "token_type_ids")):
-        plan = Cut(path, cut, len(list(container.children())), templates, crossing=crossing)
         try:
-            rebuilt = _rebuilt_arguments(model, plan, inputs, record)
-            shipped = arguments_to_ship(record.arguments, rebuilt)
-            plan = Cut(path, cut, plan.num_blocks, templates, shipped, crossing)
-            with evaluating(model):
-                owners = find_owners(model, path, cut, inputs | _no_cache(model), shipped)
-            split = SplitModel(model, plan, owners)
-            gap = _gap(split, inputs, record)
+            split = _split_by(replace(plan, crossing=crossing), model, inputs, record)
+            problem = evaluation_gap(split, inputs).describe(tolerance)
+            if problem is None and (gap := training_gap(split, inputs)) is not None:
+                if gap.outputs > tolerance / 100:
+                    warnings.warn(
+                        f"{kind} draws random numbers for its server's blocks before the first block: in training mode "
+                        f"dropout differs from the unsplit model's (outputs differ by {gap.outputs:.1e}). "
+                        "In evaluation mode, or with dropout 0, the halves are exact.",
+                        stacklevel=4,
+                    )
+                    return split
+                problem = gap.describe(tolerance)
+            if problem is None:
+                return split
         except Exception as error:  # whatever the model raises on placeholders, the answer is the same: not this one
             problem = error
-            continue
-        if gap <= tolerance:
-            if (noise := _training_gap(split, inputs)) > tolerance / 100:
-                warnings.warn(
-                    f"{kind} draws random numbers for its server's blocks before the first block: in training mode "
-                    f"dropout differs from the unsplit model's (outputs differ by {noise:.1e}). "
-                    "In evaluation mode, or with dropout 0, the halves are exact.",
-                    stacklevel=3,
-                )
-            return split
-        problem = f"their outputs differ by {gap:.1e} of the largest"
     raise ValueError(
-        f"{kind} cannot be cut after block {cut} of {path!r}: on an example, client then server "
-        f"do not compute what the model computes ({problem}). Its server side needs more of the raw input than the "
-        "smashed data, as classifiers do that feed the token ids to a decoder as well (BART, T5): use an encoder-only "
-        "or decoder-only model, or its variant for generation, or cut another list of blocks with `blocks=`."
+        f"{kind} cannot be cut after block {cut} of {path!r}: on an example, client then server do not compute what "
+        f"the model computes ({problem}). Often the server side needs more of the raw input than the smashed data, as "
+        "classifiers do that feed the token ids to a decoder as well (BART, T5). Use an encoder-only or decoder-only "
+        "model, or its variant for generation, or cut another list of blocks with `blocks=`."
     ) from (problem if isinstance(problem, Exception) else None)
+
+
+def _split_by(plan: Cut, model: nn.Module, inputs: dict[str, Any], record: Record) -> SplitModel:
+    """Split as planned, with what the server cannot rebuild sent along."""
+    plan = replace(plan, shipped=arguments_to_ship(record.arguments, _rebuilt_arguments(model, plan, inputs, record)))
+    with evaluating(model):
+        owners = find_owners(model, plan.blocks, plan.index, inputs | no_cache(model), plan.shipped, plan.handover)
+    return SplitModel(model, plan, owners)
 
 
 def _run_example(model: nn.Module, path: str, container: nn.Module, cut: int, inputs: dict[str, Any]) -> Record:
     """Run the unsplit model once and check that the blocks are used as blocks."""
     kind = type(unwrapped(model)).__name__
+    versions = {name: p._version for name, p in model.named_parameters()}
     try:
         with evaluating(model):
-            record = record_run(model, container, cut, inputs | _no_cache(model))
+            record = record_run(model, container, cut, inputs | no_cache(model))
+        with training(model), suppress(Exception):  # the example may be too small to train on
+            model(**(inputs | no_cache(model)))
     except ValueError as error:
         raise ValueError(f"{kind} cannot be cut in {path!r}: {error}") from error
     except Exception as error:
@@ -151,6 +161,13 @@ def _run_example(model: nn.Module, path: str, container: nn.Module, cut: int, in
             f"{kind} could not run on an example with {sorted(inputs)}: {error}. "
             "Pass a small batch it can run on as `example_inputs={...}`."
         ) from error
+    changed = [name for name, p in model.named_parameters() if p._version != versions[name]]
+    if changed:
+        raise ValueError(
+            f"{kind} cannot be cut: its forward pass changes its own parameters ({changed[0]!r} and "
+            f"{len(changed) - 1} others), as RWKV does between training and evaluation, and each half would change "
+            "them again. Use a model that leaves its parameters to the optimizer."
+        )
     if record.calls != 1 or len(record.templates) < cut:
         raise ValueError(
             f"Block {cut} of {path!r} ran {record.calls} times in one forward pass of {kind}, "
@@ -167,29 +184,7 @@ def _rebuilt_arguments(model: nn.Module, plan: Cut, inputs: dict[str, Any], reco
     smashed = SmashedData(hidden, context, labels, shapes)
     probe = make_probe(clone(model), plan)
     with evaluating(probe):
-        return run_to_cut(probe, placeholder_inputs(model, smashed) | labels | _no_cache(model))
-
-
-def _gap(split: SplitModel, inputs: dict[str, Any], record: Record) -> float:
-    """How far the halves are from the unsplit model on the example."""
-    with evaluating(split.client, split.server):
-        return difference(record.output, split.server(split.client(**inputs)))
-
-
-def _training_gap(split: SplitModel, inputs: dict[str, Any]) -> float:
-    """The same in training mode, from the same random numbers."""
-    with training(split.model, split.client, split.server):
-        random_state = RandomState(next(split.model.parameters()).device)
-        try:
-            expected = split.model(**(inputs | _no_cache(split.model)))
-        except Exception:  # too small an example to train on (SpecAugment has a least length): it shows nothing
-            return 0.0
-        random_state.restore()
-        return difference(expected, split.server(split.client(**inputs)))
-
-
-def _no_cache(model: nn.Module) -> dict[str, Any]:
-    return {"use_cache": False} if accepts(model, "use_cache") else {}
+        return run_to_cut(probe, placeholder_inputs(model, smashed) | labels | no_cache(model))
 
 
 def _refuse_layerdrop(model: nn.Module, path: str) -> None:

@@ -80,6 +80,8 @@ class Stop(nn.Module):
         """Stop the forward pass."""
         raise CutReached(named_arguments(self, args, kwargs))
 
+    forward = __call__  # SqueezeBERT calls its blocks so
+
 
 class Inject(nn.Module):
     """The block at the cut of a server.
@@ -90,8 +92,18 @@ class Inject(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block on the smashed data."""
+        args, kwargs = self._injected(args, kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Do the same if the model calls `forward` directly, as SqueezeBERT does."""
+        if not torch.compiler.is_compiling():  # a compiled block got them in `__call__`
+            args, kwargs = self._injected(args, kwargs)
+        return super().forward(*args, **kwargs)
+
+    def _injected(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         injection = _injection.get()
-        if injection is not None:
+        if injection is not None and not injection.reached:
             named = named_arguments(self, args, kwargs)
             hidden = next(iter(named))
             tops = {path.split(".", 1)[0] for path in injection.arguments}
@@ -100,7 +112,7 @@ class Inject(nn.Module):
             injection.reached = True
             if injection.random_state is not None:
                 injection.random_state.restore()
-        return super().__call__(*args, **kwargs)
+        return args, kwargs
 
 
 class Absent(nn.Module):
@@ -135,14 +147,21 @@ class PassThrough(nn.Module):
                 injection.random_state.restore()
         return _fill(self.template, hidden)
 
+    forward = __call__
+
 
 def output_template(output: Any) -> Any:
     """The structure of a block's output as JSON: its first tensor is the hidden state, others are left out."""
     if isinstance(output, Tensor):
         return _HIDDEN
-    if isinstance(output, (tuple, list)):
+    if isinstance(output, (tuple, list)) and output:
         return [output_template(output[0])] + [_without_tensors(item) for item in output[1:]]
-    raise ValueError(f"A block returned {type(output).__name__}; a tensor or a tuple that starts with one is needed.")
+    if type(output) is dict and output:
+        (first, hidden), *others = output.items()
+        return {first: output_template(hidden)} | {name: _without_tensors(item) for name, item in others}
+    raise ValueError(
+        f"a block returned {type(output).__name__}; expected a tensor, or a tuple or dict that starts with one"
+    )
 
 
 def _without_tensors(value: Any) -> Any:
@@ -154,6 +173,8 @@ def _without_tensors(value: Any) -> Any:
 def _fill(template: Any, hidden: Tensor) -> Any:
     if isinstance(template, (tuple, list)):
         return tuple(_fill(item, hidden) for item in template)
+    if isinstance(template, dict):
+        return {name: _fill(item, hidden) for name, item in template.items()}
     return hidden if template == _HIDDEN else template
 
 
@@ -163,11 +184,18 @@ class Hollow(nn.Module):
     The shape comes from a twin on the meta device, which takes neither memory nor time. A forward
     that needs values there, or returns other things than floats, falls back to its own computation,
     with the modules inside it hollow and weights of zero.
+
+    One that returns the hidden state at the cut (`before_cut`) hands over the smashed data. It is a
+    copy, because the model may go on with it in place (XLM masks it).
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return zeros."""
+        """Return zeros, or the smashed data."""
         injection = _injection.get()
+        if vars(self)["before_cut"] and injection is not None:
+            if injection.random_state is not None:
+                injection.random_state.restore()
+            return injection.activations.clone()
         device = injection.activations.device if injection is not None else torch.device("cpu")
 
         def to_zeros(value: Any) -> Any:

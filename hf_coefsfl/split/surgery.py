@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .blocks import members
 from .stand_ins import Absent, Hollow, Inject, PassThrough, Stop
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -24,7 +25,10 @@ class Cut:
     `shipped` maps the path of an argument of the block at the cut (`position_bias`,
     `input_dimensions.0`) that the server cannot rebuild to its kind, "tensor" or "int".
     `crossing` names further model inputs that must cross as they are. `templates` holds, for each
-    block of the client, the structure of its output.
+    block of the client, the structure of its output. `handover` is the path of a module in another
+    list that returns the hidden state at the cut (XLM has a list of attentions and one of norms).
+    `in_shape` is False if the last block before the cut returns another shape than the block at the
+    cut gets (PVT embeds patches anew between its stages).
     """
 
     blocks: str
@@ -33,6 +37,8 @@ class Cut:
     templates: tuple[Any, ...]
     shipped: dict[str, str] = field(default_factory=dict)
     crossing: tuple[str, ...] = ()
+    handover: str | None = None
+    in_shape: bool = True
 
 
 def clone(model: nn.Module) -> nn.Module:
@@ -42,13 +48,8 @@ def clone(model: nn.Module) -> nn.Module:
 
 def make_client(model: nn.Module, cut: Cut, kept: set[int]) -> nn.Module:
     """Turn `model` in place into a client half that keeps the parameters whose ids are in `kept`."""
-    container = model.get_submodule(cut.blocks)
-    dropped: list[nn.Module] = []
-    for i, (name, block) in enumerate(list(container.named_children())):
-        if i == cut.index:
-            dropped += _emptied(block, Stop)
-        elif i > cut.index:
-            del container._modules[name]
+    dropped = _emptied(_block_at_cut(model, cut), Stop)
+    drop_blocks(model.get_submodule(cut.blocks), cut.index + 1)
     dropped += _drop_modules(model, kept)
     _forget_tensors(dropped, model)
     for module in model.modules():
@@ -61,8 +62,8 @@ def make_client(model: nn.Module, cut: Cut, kept: set[int]) -> nn.Module:
 def make_server(model: nn.Module, cut: Cut, kept: set[int]) -> nn.Module:
     """Turn `model` in place into a server half that keeps the parameters whose ids are in `kept`."""
     pass_through(model, cut)
-    _subclass(list(model.get_submodule(cut.blocks).children())[cut.index], Inject)
-    modules = list(model.modules())
+    _subclass(_block_at_cut(model, cut), Inject)
+    modules, handover = list(model.modules()), model.get_submodule(cut.handover) if cut.handover else None
     foreign = [m for m in modules if _holds_none(m, kept) and not isinstance(m, _UNCALLED)]
     twins = [_meta_twin(m) for m in foreign]
     leaves = [m for m in foreign if _is_leaf(m)]
@@ -75,7 +76,7 @@ def make_server(model: nn.Module, cut: Cut, kept: set[int]) -> nn.Module:
     for module, twin in zip(foreign, twins, strict=True):
         if any(module is m for m in leaves):
             module._buffers = {name: t if name in twin._parameters else None for name, t in module._buffers.items()}
-        vars(module).update(twin=twin, outputs={})
+        vars(module).update(twin=twin, outputs={}, before_cut=module is handover)
         _subclass(module, Hollow)
     return model
 
@@ -83,23 +84,42 @@ def make_server(model: nn.Module, cut: Cut, kept: set[int]) -> nn.Module:
 def make_probe(model: nn.Module, cut: Cut) -> nn.Module:
     """Turn `model` in place into one that passes through the client's blocks and stops at the cut."""
     pass_through(model, cut)
-    _subclass(list(model.get_submodule(cut.blocks).children())[cut.index], Stop)
+    _subclass(_block_at_cut(model, cut), Stop)
     return model
 
 
 def pass_through(model: nn.Module, cut: Cut) -> None:
     """Turn the client's blocks in `model` into pass-throughs without tensors or modules."""
     dropped: list[nn.Module] = []
-    for i, block in enumerate(list(model.get_submodule(cut.blocks).children())[: cut.index]):
+    for i, block in enumerate(list(members(model.get_submodule(cut.blocks)).values())[: cut.index]):
         dropped += _emptied(block, PassThrough)
-        vars(block).update(template=cut.templates[i], before_cut=i == cut.index - 1)
+        vars(block).update(template=cut.templates[i], before_cut=cut.in_shape and i == cut.index - 1)
     _forget_tensors(dropped, model)
 
 
 def cut_path(half: nn.Module) -> str:
     """Path of the list of blocks in a half, wherever a wrapper has moved it."""
-    path = next(path for path, m in half.named_modules() if isinstance(m, (Stop, Inject)))
-    return path.rpartition(".")[0]
+    path, block = next((path, m) for path, m in half.named_modules() if isinstance(m, (Stop, Inject)))
+    return path.rsplit(".", vars(block)["depth"])[0]
+
+
+def handover_path(half: nn.Module) -> str | None:
+    """Path of the module outside the list of blocks that hands over the smashed data, if a server has one."""
+    hollow = ((path, m) for path, m in half.named_modules() if isinstance(m, Hollow))
+    return next((path for path, m in hollow if vars(m)["before_cut"]), None)
+
+
+def drop_blocks(container: nn.Module, start: int) -> None:
+    """Delete the blocks of a list from one on; lists inside it stay, if need be empty."""
+    for path in list(members(container))[start:]:
+        parent, _, name = path.rpartition(".")
+        del container.get_submodule(parent)._modules[name]
+
+
+def _block_at_cut(model: nn.Module, cut: Cut) -> nn.Module:
+    path, block = list(members(model.get_submodule(cut.blocks)).items())[cut.index]
+    vars(block)["depth"] = len(path.split("."))
+    return block
 
 
 def _subclass(module: nn.Module, behaviour: type[nn.Module]) -> None:
@@ -110,7 +130,7 @@ def _subclass(module: nn.Module, behaviour: type[nn.Module]) -> None:
 @cache
 def _combined(behaviour: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
     """Return one class for all modules of a kind: the compiler counts the classes that it meets."""
-    return type(f"{behaviour.__name__}{own.__name__}", (behaviour, own), {})
+    return type(f"{behaviour.__name__}{own.__name__}", (behaviour, own), {"own_forward": own.forward})
 
 
 def _emptied(module: nn.Module, behaviour: type[nn.Module]) -> list[nn.Module]:

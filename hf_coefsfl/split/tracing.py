@@ -6,24 +6,36 @@ cut depends on; the server's are those that the outputs depend on when that stat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .block_arguments import hidden_name, leaves, named_arguments, replace_arguments
+from .blocks import members
 from .stand_ins import output_template
 
 
 @dataclass
 class Record:
-    """One run of the unsplit model: what the block at the cut got and what the blocks before returned."""
+    """One run of the unsplit model: what the block at the cut got and what the blocks before returned.
+
+    `called` are the modules that were called before the cut, `called_after` those that were called
+    after it. `handover` is the path of a module in another list whose output is the hidden state at
+    the cut, if there is one; `in_shape` says whether the last block's output has the shape of that state.
+    """
 
     arguments: dict[str, Any] = field(default_factory=dict)
     templates: dict[int, Any] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
+    called_after: set[str] = field(default_factory=set)
+    handover: str | None = None
+    in_shape: bool = True
+    shape: Any = None  # of the hidden state that the latest block returned
     calls: int = 0
     output: Any = None
 
@@ -38,40 +50,92 @@ class Ownership:
 
 
 def record_run(
-    model: nn.Module, container: nn.Module, cut: int, inputs: dict[str, Any], detached: Iterable[str] | None = None
+    model: nn.Module,
+    container: nn.Module,
+    cut: int,
+    inputs: dict[str, Any],
+    detached: Iterable[str] | None = None,
+    handover: str | None = None,
 ) -> Record:
     """Run `model` and record what happens around the cut.
 
-    With `detached`, the hidden state at the cut and the arguments at these paths enter the rest of
-    the model as new leaves of the graph, so that nothing after depends on what came before.
+    With `detached`, the hidden state at the cut (or the output of the module `handover`, from which
+    it is made) and the arguments at these paths enter the rest of the model as new leaves of the
+    graph, so that nothing after depends on what came before.
     """
     record = Record()
-    blocks = list(container.children())
+    blocks = list(members(container).values())
+    inside = {id(m) for block in blocks[:cut] for m in block.modules()}
+    latest: tuple[str, Any] = ("", None)  # the last module outside the client's blocks that returned a tensor
 
-    def enter(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    before_handover: Tensor | None = None
+
+    def enter(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        nonlocal latest
         record.calls += 1
         record.arguments = named_arguments(block, args, kwargs)
-        if detached is None:
-            return None
         hidden = hidden_name(block, record.arguments)
+        parent = model.get_submodule(latest[0].rpartition(".")[0])
+        if latest[1] is record.arguments[hidden] and isinstance(parent, nn.ModuleList):
+            record.handover = latest[0]
+        record.in_shape = record.arguments[hidden].shape == record.shape
+        latest = ("", None)
+        if detached is None:
+            return args, kwargs
         paths = {hidden, *detached}
         new = {name: _detach(value, name, paths) for name, value in record.arguments.items()}
+        if before_handover is not None:  # detached there
+            record.arguments[hidden] = before_handover
+            del new[hidden]
         return replace_arguments(block, args, kwargs, new)
 
-    def leave(index: int) -> Any:
-        def hook(_block: nn.Module, _args: Any, output: Any) -> None:
-            record.templates[index] = output_template(output)
+    def leave(path: str, module: nn.Module, _args: Any, output: Any) -> Any:
+        nonlocal latest, before_handover
+        (record.called_after if record.calls else record.called).add(path)
+        if not record.calls and id(module) not in inside and isinstance(output, Tensor):
+            latest = (path, output)
+        if path != handover:
+            return None
+        before_handover = output
+        return output.detach().requires_grad_().clone()  # a leaf must not be changed in place
 
-        return hook
+    def keep_template(index: int, output: Any) -> None:
+        record.templates[index] = output_template(output)
+        record.shape = next(leaf.shape for _, leaf in leaves(output, "") if isinstance(leaf, Tensor))
 
-    handles = [blocks[cut].register_forward_pre_hook(enter, with_kwargs=True)]
-    handles += [block.register_forward_hook(leave(i)) for i, block in enumerate(blocks[:cut])]
-    try:
+    with ExitStack() as stack:
+        for path, module in model.named_modules():
+            if module._parameters:
+                stack.callback(module.register_forward_hook(partial(leave, path)).remove)
+        for i, block in enumerate(blocks[:cut]):
+            stack.enter_context(_watching(block, after=partial(keep_template, i)))
+        stack.enter_context(_watching(blocks[cut], before=partial(enter, blocks[cut])))
         record.output = model(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
     return record
+
+
+@contextmanager
+def _watching(
+    block: nn.Module,
+    before: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]] = lambda args, kwargs: (args, kwargs),
+    after: Callable[[Any], None] = lambda output: None,
+) -> Iterator[None]:
+    """See the arguments and the output of a block; unlike hooks, also if the model calls its `forward` directly."""
+    own, forward = vars(block).get("forward"), block.forward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = before(args, kwargs)
+        output = forward(*args, **kwargs)
+        after(output)
+        return output
+
+    block.forward = watched
+    try:
+        yield
+    finally:
+        del block.forward
+        if own is not None:
+            block.forward = own
 
 
 def arguments_to_ship(wanted: dict[str, Any], rebuilt: dict[str, Any]) -> dict[str, str]:
@@ -99,30 +163,39 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
 
-def find_owners(model: nn.Module, path: str, cut: int, inputs: dict[str, Any], shipped: dict[str, str]) -> Ownership:
+def find_owners(
+    model: nn.Module, path: str, cut: int, inputs: dict[str, Any], shipped: dict[str, str], handover: str | None
+) -> Ownership:
     """Give each parameter to the half, or the halves, that need it.
 
-    A parameter that the example reaches from neither (a pooler without use, an expert without
-    tokens) goes by its place: in the list of blocks by its block, else before or after the list.
+    A parameter without a path in the graph belongs to its block if it is in one (an expert without
+    tokens). Outside the blocks, one whose module ran before the cut is used without gradients
+    (RoFormer's sinusoids), and both halves need it; one whose module did not run (an unused pooler)
+    goes by its place, before or after the list of blocks.
     """
     container = model.get_submodule(path)
     tensors = [p for p, kind in shipped.items() if kind == "tensor"]
-    with torch.enable_grad(), _all_differentiable(model):
-        record = record_run(model, container, cut, inputs, detached=tensors)
+    with torch.enable_grad(), all_differentiable(model):
+        record = record_run(model, container, cut, inputs, tensors, handover)
         hidden, *_ = record.arguments.values()
         found = {p: leaf for name, value in record.arguments.items() for p, leaf in leaves(value, name)}
         behind = _leaves_of_graph(found[p] for p in tensors)
         client = _leaves_of_graph([hidden]) | behind
-        server = _leaves_of_graph(leaf for _, leaf in leaves(_plain(record.output), "") if isinstance(leaf, Tensor))
+        server = _leaves_of_graph(
+            leaf for _, leaf in leaves(plain_output(record.output), "") if isinstance(leaf, Tensor)
+        )
     names: dict[str, set[str]] = {"client": set(), "server": set(), "shipped": set()}
-    members = [f"{path}.{name}" for name in container._modules]
+    prefixes = [f"{path}.{name}." for name in members(container)]
     past_blocks = False
     for name, p in model.named_parameters():
-        inside = next((i for i, member in enumerate(members) if name.startswith(member + ".")), None)
+        module = name.rpartition(".")[0]
+        inside = next((i for i, prefix in enumerate(prefixes) if name.startswith(prefix)), None)
         past_blocks = past_blocks or inside is not None
         sides = {side for side, ids in (("client", client), ("server", server)) if id(p) in ids}
-        if not sides:
-            after = inside >= cut if inside is not None else past_blocks
+        if not sides and inside is None and module in record.called:
+            sides = {"client", "server"}
+        elif not sides:
+            after = inside >= cut if inside is not None else past_blocks or module in record.called_after
             sides = {"server" if after else "client"}
         for side in sides:
             names[side].add(name)
@@ -131,27 +204,9 @@ def find_owners(model: nn.Module, path: str, cut: int, inputs: dict[str, Any], s
     return Ownership(*(frozenset(names[side]) for side in ("client", "server", "shipped")))
 
 
-def difference(a: Any, b: Any) -> float:
-    """Largest difference between the tensors of two outputs relative to their size; infinite if they do not match."""
-    first, second = dict(leaves(_plain(a), "")), dict(leaves(_plain(b), ""))
-    if first.keys() != second.keys():
-        return float("inf")
-    worst = 0.0
-    for path, x in first.items():
-        y = second[path]
-        if not isinstance(x, Tensor) or x.shape != y.shape:
-            if not isinstance(x, Tensor) and x == y:
-                continue
-            return float("inf")
-        if x.numel() and not same(x, y):
-            x, y = x.detach().double(), y.detach().double()
-            gap = float((x - y).abs().nan_to_num(nan=float("inf")).max() / x.abs().nan_to_num().max().clamp(min=1e-12))
-            worst = max(worst, gap)
-    return worst
-
-
 @contextmanager
-def _all_differentiable(model: nn.Module) -> Iterator[None]:
+def all_differentiable(model: nn.Module) -> Iterator[None]:
+    """Let every parameter of `model` require a gradient for a while."""
     flags = [(p, p.requires_grad) for p in model.parameters()]
     for p, _ in flags:
         if p.is_floating_point():
@@ -194,7 +249,7 @@ def _leaves_of_graph(tensors: Iterable[Tensor]) -> set[int]:
     return found
 
 
-def _plain(output: Any) -> Any:
+def plain_output(output: Any) -> Any:
     """The output as a dict, without the caches that a pass-through leaves empty or makes of placeholders."""
     if not hasattr(output, "keys"):
         return output

@@ -16,7 +16,7 @@ from .._io import to_json, write_atomically
 from ..analysis.plots import accuracy_curve
 from ..config import SplitFedConfig
 from ..methods import DEFAULT_METHOD
-from ..split import find_blocks
+from ..split.blocks import find_blocks, members
 from ..split.lora import default_lora
 from ..trainer.checkpoints import fault, last_whole
 from ..trainer.hub import UploadError
@@ -100,8 +100,7 @@ def make_trainer(
     with config.main_process_first(desc="preparing the data"):
         prepared = job.prepare(config.seed, train=train)
     if config.cut < 1:  # not given
-        blocks: Any = find_blocks(prepared.model, config.blocks)[1]
-        config.cut = paper_share(len(blocks))
+        config.cut = paper_share(len(members(find_blocks(prepared.model, config.blocks)[1])))
     lora = None
     if not config.full_finetuning:
         lora = default_lora(

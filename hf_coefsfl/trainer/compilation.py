@@ -10,6 +10,7 @@ from accelerate.utils import DynamoBackend
 
 from ..config import SplitFedConfig
 from ..split import SplitModel
+from ..split.blocks import members
 from ..split.stand_ins import PassThrough, Stop
 from ..split.surgery import cut_path
 
@@ -28,7 +29,7 @@ def compile_blocks(split: SplitModel, args: SplitFedConfig, accelerator: Acceler
     options = compile_options(args)
     halves = (split.client,) if args.make_method().differentiates_twice else (split.client, split.server)
     for half in halves:
-        for block in half.get_submodule(cut_path(half)).children():
+        for block in members(half.get_submodule(cut_path(half))).values():
             if not isinstance(block, (Stop, PassThrough)):
                 block.compile(**options)
 

@@ -21,7 +21,7 @@ from ...protocol.seeds import derive_seed, preserved_random_state, set_random_st
 from ...protocol.server_side import on_graph
 from ...split import ServerHalf, SplitModel
 from ...split.placeholders import example_inputs, unwrapped
-from ...split.surgery import clone, cut_path
+from ...split.surgery import clone, cut_path, drop_blocks
 
 HEADS = ("fc", "fc_lora", "mlp")
 _LORA_SCALE = 2.0  # alpha / r, as in the adapter of the model
@@ -256,9 +256,7 @@ def _truncated(server: ServerHalf, num_blocks: int) -> ServerHalf:
     """Return a server half with the tensors of `server` and no more than the first `num_blocks` of its blocks."""
     half = clone(server)
     assert isinstance(half, ServerHalf)
-    container = half.get_submodule(cut_path(half))
-    for name in list(container._modules)[server.cut.index + num_blocks :]:
-        del container._modules[name]
+    drop_blocks(half.get_submodule(cut_path(half)), server.cut.index + num_blocks)
     for module in half.modules():  # recomputing saves nothing in so few blocks, and the loss is differentiated twice
         for flag in ("gradient_checkpointing", "grad_checkpointing"):
             if getattr(module, flag, False) is True:

@@ -1,0 +1,222 @@
+"""Which architectures can be split: a tiny model of every one in transformers, halves against the unsplit model.
+
+python benchmarks/architectures.py                       # the table of all, about five minutes on one core
+python benchmarks/architectures.py --only roformer pvt   # some model types, with the full reasons
+python benchmarks/architectures.py --write docs/architectures.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from tqdm import tqdm
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_coefsfl import split_model
+from hf_coefsfl.split.blocks import find_blocks, members
+from hf_coefsfl.split.placeholders import example_inputs
+
+HEADS = {  # columns of the table: the auto class whose models have this head
+    "sequence classification": "SEQUENCE_CLASSIFICATION",
+    "token classification": "TOKEN_CLASSIFICATION",
+    "question answering": "QUESTION_ANSWERING",
+    "causal LM": "CAUSAL_LM",
+    "masked LM": "MASKED_LM",
+    "text to text": "SEQ_TO_SEQ_CAUSAL_LM",
+    "image classification": "IMAGE_CLASSIFICATION",
+    "video classification": "VIDEO_CLASSIFICATION",
+    "audio classification": "AUDIO_CLASSIFICATION",
+    "speech to text": "SPEECH_SEQ_2_SEQ",
+}
+VOCAB, LAYERS, HIDDEN, LARGEST = 160, 4, 32, 3_000_000
+TOLERANCE = 1e-4
+
+# The fields of a config that set its size, and a small value for each.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "dim", "word_embed_proj_dim", "embedding_size"), HIDDEN),
+    **dict.fromkeys(("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers", "n_layer", "n_layers",
+                     "num_decoder_layers", "depth"), LAYERS),
+    **dict.fromkeys(("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads", "n_head", "n_heads",
+                     "num_heads"), 4),
+    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "d_ff", "d_inner",
+                     "moe_intermediate_size", "shared_expert_intermediate_size", "hidden_dim", "ffn_hidden_size"), 48),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions",
+                     "max_length", "max_seq_len"), 64),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_key_value_heads", "num_encoder_layers"), 2),
+    **dict.fromkeys(("projection_dim", "codevector_dim", "proj_codevector_dim"), 16),
+    **dict.fromkeys(("layerdrop", "encoder_layerdrop", "speech_encoder_layerdrop"), 0.0),
+    "head_dim": 8, "embed_dim": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 8,
+    "q_lora_rank": 8, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4,
+    "d_kv": 8, "image_size": 32, "patch_size": 8, "num_frames": 2, "sliding_window": 4,
+    "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "num_mel_bins": 16, "use_cache": False,
+}  # fmt: skip
+
+
+WIDTHS = ("hidden_sizes", "embed_dims", "encoder_hidden_sizes")  # of the stages
+SHARED_WIDTHS = ("conv_dim",)
+
+
+@dataclass
+class Result:
+    """What became of one model class."""
+
+    model_type: str
+    head: str
+    name: str
+    verdict: str  # exact, refused, wrong, error or not built
+    reason: str = ""
+
+
+def model_classes(only: Iterable[str] = ()) -> list[tuple[str, str, str]]:
+    """Every (model type, head, name of the class) of the auto classes, each class once."""
+    seen: dict[str, tuple[str, str, str]] = {}
+    for head, mapping in HEADS.items():
+        for model_type, names in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").items():
+            for name in (names,) if isinstance(names, str) else names:
+                seen.setdefault(name, (model_type, head, name))
+    return sorted(entry for entry in seen.values() if not only or entry[0] in only)
+
+
+def tiny_config(config_class: Any, **changes: Any) -> Any:
+    """A config whose size fields, and those of the configs in it, are small."""
+    default = config_class()
+    inner = {name: part for name in default.sub_configs if (part := getattr(default, name, None)) is not None}
+    options = {name: tiny_config(type(part)).to_dict() for name, part in inner.items()}
+    for name, value in default.to_dict().items():
+        if name in inner or name in default.attribute_map:
+            continue
+        if isinstance(value, (list, tuple)):
+            if name in WIDTHS:
+                options[name] = [16 * max(1, round(width / value[0])) for width in value]
+            elif name in SHARED_WIDTHS:
+                options[name] = [16] * len(value)
+            elif name == "depths":
+                options[name] = [min(depth, 2) for depth in value]
+            elif name == "image_size":
+                options[name] = [SIZES[name]] * len(value)
+        elif name in SIZES:
+            options[name] = SIZES[name]
+        elif name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= VOCAB:
+            options[name] = VOCAB - 1 - len(options) % 20
+    return config_class(**(options | changes))
+
+
+def build(model_type: str, name: str) -> Any:
+    """The tiny model with random weights, none of them regular."""
+    config = tiny_config(CONFIG_MAPPING[model_type])
+    model_class = getattr(transformers, name)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in model_class(config).parameters())
+    if size > LARGEST:
+        raise ValueError(f"still has {size:,} parameters")
+    torch.manual_seed(0)
+    model = model_class(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.is_floating_point():
+                p.add_(0.1 * torch.randn_like(p))
+    return model.float()
+
+
+def other_batch(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Another batch of the same kind than the one that `split_model` calibrates on: rows swapped, values changed."""
+    generator = torch.Generator().manual_seed(1)
+    batch = {key: t.flip(0) for key, t in inputs.items()}
+    for key, t in batch.items():
+        if t.is_floating_point():
+            batch[key] = t + 0.3 * torch.randn(t.shape, generator=generator)
+        elif key == "input_ids":
+            ordinary = t > 8  # below are the special ones
+            batch[key] = torch.where(ordinary, 9 + (t * 7) % (VOCAB - 12), t)
+    return batch
+
+
+def run(model: Any, forward: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The outputs of a forward pass, and the gradients of a weighted sum of them."""
+    output = forward()
+    tensors = {key: t for key, t in output.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    generator = torch.Generator().manual_seed(2)
+    total = sum((t * torch.randn(t.shape, generator=generator)).sum() for t in tensors.values() if t.requires_grad)
+    total.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return {key: t.detach() for key, t in tensors.items()}, gradients
+
+
+def gap(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference of any tensor, relative to its norm or a hundredth of the largest norm."""
+    largest = max(float(t.norm()) for t in expected.values())
+    worst = 0.0
+    for key in got.keys() | expected.keys():
+        if key not in got or key not in expected:
+            present = got.get(key, expected.get(key))
+            difference = norm = float(present.norm())
+        else:
+            difference, norm = float((got[key] - expected[key]).norm()), float(expected[key].norm())
+        worst = max(worst, difference / max(norm, largest / 100, 1e-12))
+    return worst
+
+
+def examine(model_type: str, head: str, name: str) -> Result:
+    """Build one model, split it in the middle and compare it with its halves."""
+    torch.manual_seed(0)
+    try:
+        model = build(model_type, name).eval()
+        inputs = example_inputs(model)
+        batch = other_batch(inputs)
+        expected = run(model, lambda: model(**batch))
+    except Exception as error:
+        return Result(model_type, head, name, "not built", f"{type(error).__name__}: {error}")
+    try:
+        path, container = find_blocks(model)
+        split = split_model(model, max(1, len(members(container)) // 2))
+        got = run(model, lambda: split.server(split.client(**batch)))
+    except ValueError as error:
+        return Result(model_type, head, name, "refused", str(error))
+    except Exception as error:
+        return Result(model_type, head, name, "error", f"{type(error).__name__}: {error}")
+    logits, gradients = gap(got[0], expected[0]), gap(got[1], expected[1])
+    verdict = "exact" if max(logits, gradients) <= TOLERANCE else "wrong"
+    return Result(model_type, head, name, verdict, f"{path}; outputs {logits:.0e}, gradients {gradients:.0e}")
+
+
+def sweep(only: Iterable[str] = (), report: Callable[[Result], None] | None = None) -> list[Result]:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    results: list[Result] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for entry in tqdm(model_classes(only), unit="model", disable=not sys.stderr.isatty()):
+            results.append(examine(*entry))
+            if report:
+                report(results[-1])
+            gc.collect()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", default=[], metavar="MODEL_TYPE", help="model types to try (default: all)")
+    parser.add_argument("--write", type=Path, help="also write the table to this Markdown file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    results = sweep(args.only, lambda r: tqdm.write(f"{r.verdict:10}{r.name:45}{' '.join(r.reason.split())}"))
+    print(dict(Counter(r.verdict for r in results)))
+
+
+if __name__ == "__main__":
+    main()
