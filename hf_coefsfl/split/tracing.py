@@ -24,15 +24,14 @@ from .stand_ins import output_template
 class Record:
     """One run of the unsplit model: what the block at the cut got and what the blocks before returned.
 
-    `called` are the modules that were called before the cut, `called_after` those that were called
-    after it. `handover` is the path of a module in another list whose output is the hidden state at
-    the cut, if there is one; `in_shape` says whether the last block's output has the shape of that state.
+    `without_graph` are the modules before the cut whose output needs no gradient. `handover` is the
+    path of a module in another list whose output is the hidden state at the cut, if there is one;
+    `in_shape` says whether the output of the block before has the shape of that state.
     """
 
     arguments: dict[str, Any] = field(default_factory=dict)
     templates: dict[int, Any] = field(default_factory=dict)
-    called: set[str] = field(default_factory=set)
-    called_after: set[str] = field(default_factory=set)
+    without_graph: set[str] = field(default_factory=set)
     handover: str | None = None
     in_shape: bool = True
     shape: Any = None  # of the hidden state that the latest block returned
@@ -91,7 +90,8 @@ def record_run(
 
     def leave(path: str, module: nn.Module, _args: Any, output: Any) -> Any:
         nonlocal latest, before_handover
-        (record.called_after if record.calls else record.called).add(path)
+        if not record.calls and isinstance(output, Tensor) and not output.requires_grad:
+            record.without_graph.add(path)
         if not record.calls and id(module) not in inside and isinstance(output, Tensor):
             latest = (path, output)
         if path != handover:
@@ -168,10 +168,10 @@ def find_owners(
 ) -> Ownership:
     """Give each parameter to the half, or the halves, that need it.
 
-    A parameter without a path in the graph belongs to its block if it is in one (an expert without
-    tokens). Outside the blocks, one whose module ran before the cut is used without gradients
-    (RoFormer's sinusoids), and both halves need it; one whose module did not run (an unused pooler)
-    goes by its place, before or after the list of blocks.
+    A parameter that is not in the graph belongs to its block if it is in one (an expert without
+    tokens). Outside the blocks, one whose module ran under `no_grad` before the cut (RoFormer's
+    sinusoids) belongs to both halves, and an unused one (a pooler) goes by its place, before or after
+    the list of blocks.
     """
     container = model.get_submodule(path)
     tensors = [p for p, kind in shipped.items() if kind == "tensor"]
@@ -192,10 +192,10 @@ def find_owners(
         inside = next((i for i, prefix in enumerate(prefixes) if name.startswith(prefix)), None)
         past_blocks = past_blocks or inside is not None
         sides = {side for side, ids in (("client", client), ("server", server)) if id(p) in ids}
-        if not sides and inside is None and module in record.called:
+        if not sides and inside is None and module in record.without_graph:
             sides = {"client", "server"}
         elif not sides:
-            after = inside >= cut if inside is not None else past_blocks or module in record.called_after
+            after = inside >= cut if inside is not None else past_blocks
             sides = {"server" if after else "client"}
         for side in sides:
             names[side].add(name)
