@@ -22,7 +22,6 @@ import transformers
 from torch import Tensor
 from tqdm import tqdm
 from transformers.models.auto import modeling_auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_coefsfl import split_model
 from hf_coefsfl.split.blocks import find_blocks, members
@@ -40,34 +39,51 @@ HEADS = {  # columns of the table: the auto class whose models have this head
     "audio classification": "AUDIO_CLASSIFICATION",
     "speech to text": "SPEECH_SEQ_2_SEQ",
 }
-VOCAB, LAYERS, HIDDEN, LARGEST = 160, 4, 32, 3_000_000
+VOCAB, LAYERS, HIDDEN, HEADS_OF_ATTENTION, LARGEST = 160, 4, 32, 4, 20_000_000
 TOLERANCE = 1e-4
 
 # The fields of a config that set its size, and a small value for each.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "dim", "word_embed_proj_dim", "embedding_size"), HIDDEN),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "dim", "word_embed_proj_dim", "embedding_size"),
+                    HIDDEN),
     **dict.fromkeys(("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers", "n_layer", "n_layers",
                      "num_decoder_layers", "depth"), LAYERS),
     **dict.fromkeys(("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads", "n_head", "n_heads",
-                     "num_heads"), 4),
+                     "num_heads"), HEADS_OF_ATTENTION),
     **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "d_ff", "d_inner",
                      "moe_intermediate_size", "shared_expert_intermediate_size", "hidden_dim", "ffn_hidden_size"), 48),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions",
                      "max_length", "max_seq_len"), 64),
-    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_key_value_heads", "num_encoder_layers"), 2),
-    **dict.fromkeys(("projection_dim", "codevector_dim", "proj_codevector_dim"), 16),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "rotary_dim",
+                     "num_conv_pos_embedding_groups", "num_groups", "sliding_window", "coordinate_size"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_encoder_layers", "num_frames"), 2),
+    **dict.fromkeys(("projection_dim", "codevector_dim", "proj_codevector_dim", "embed_dim", "num_mel_bins",
+                     "shape_vocab_size", "pronunciation_vocab_size", "entity_vocab_size", "entity_emb_size"), 16),
+    **dict.fromkeys(("head_dim", "d_kv", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank",
+                     "q_lora_rank", "num_conv_pos_embeddings", "mamba_n_heads", "mamba_d_head", "shape_size",
+                     "shape_embed_dim", "pronunciation_embed_dim"), 8),
     **dict.fromkeys(("layerdrop", "encoder_layerdrop", "speech_encoder_layerdrop"), 0.0),
-    "head_dim": 8, "embed_dim": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 8,
-    "q_lora_rank": 8, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4,
-    "d_kv": 8, "image_size": 32, "patch_size": 8, "num_frames": 2, "sliding_window": 4,
-    "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "num_mel_bins": 16, "use_cache": False,
+    **dict.fromkeys(("image_size", "input_size"), 64),
+    "patch_size": 16, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "use_cache": False, "n_group": 1,
+    "topk_group": 1, "conv_pos_kernel_size": 3,
 }  # fmt: skip
-
-
-WIDTHS = ("hidden_sizes", "embed_dims", "encoder_hidden_sizes")  # of the stages
-SHARED_WIDTHS = ("conv_dim",)
+LISTS: dict[str, Callable[[list[Any]], list[Any]]] = {  # the same for fields with a value for each stage
+    **dict.fromkeys(("hidden_sizes", "embed_dims"), lambda sizes: [16 * max(1, round(s / sizes[0])) for s in sizes]),
+    **dict.fromkeys(("num_heads", "num_attention_heads"), lambda heads: [2] * len(heads)),
+    "conv_dim": lambda sizes: [16] * len(sizes),
+    "depths": lambda depths: [min(depth, 2) for depth in depths],
+    "image_size": lambda sides: [64] * len(sides),
+}
+# What these do not get right.
+CHANGES: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "lilt": {"hidden_size": 48},
+    "mamba2": {"num_heads": 8},
+    **{name: {"patch_size": 4, "window_size": 2} for name in ("swin", "swinv2", "donut-swin")},
+    "xmod": {"languages": ["en"], "default_language": "en"},
+    "zaya": {"num_experts_per_tok": 1},
+}
 
 
 @dataclass
@@ -91,34 +107,33 @@ def model_classes(only: Iterable[str] = ()) -> list[tuple[str, str, str]]:
     return sorted(entry for entry in seen.values() if not only or entry[0] in only)
 
 
-def tiny_config(config_class: Any, **changes: Any) -> Any:
+def tiny_config(config_class: Any) -> Any:
     """A config whose size fields, and those of the configs in it, are small."""
     default = config_class()
+    fields = default.to_dict()
     inner = {name: part for name in default.sub_configs if (part := getattr(default, name, None)) is not None}
-    options = {name: tiny_config(type(part)).to_dict() for name, part in inner.items()}
-    for name, value in default.to_dict().items():
+    options: dict[str, Any] = {name: tiny_config(type(part)).to_dict() for name, part in inner.items()}
+    for name, value in fields.items():
         if name in inner or name in default.attribute_map:
             continue
         if isinstance(value, (list, tuple)):
-            if name in WIDTHS:
-                options[name] = [16 * max(1, round(width / value[0])) for width in value]
-            elif name in SHARED_WIDTHS:
-                options[name] = [16] * len(value)
-            elif name == "depths":
-                options[name] = [min(depth, 2) for depth in value]
-            elif name == "image_size":
-                options[name] = [SIZES[name]] * len(value)
+            if name in LISTS:
+                options[name] = LISTS[name](list(value))
         elif name in SIZES:
             options[name] = SIZES[name]
+        elif name == "num_key_value_heads":
+            options[name] = 2 if value and value < fields["num_attention_heads"] else HEADS_OF_ATTENTION
         elif name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= VOCAB:
             options[name] = VOCAB - 1 - len(options) % 20
-    return config_class(**(options | changes))
+    if default.is_encoder_decoder:
+        options["decoder_start_token_id"] = SIZES["bos_token_id"]
+    return config_class(**(options | CHANGES.get(default.model_type, {})))
 
 
-def build(model_type: str, name: str) -> Any:
+def build(name: str) -> Any:
     """The tiny model with random weights, none of them regular."""
-    config = tiny_config(CONFIG_MAPPING[model_type])
     model_class = getattr(transformers, name)
+    config = tiny_config(model_class.config_class)
     with torch.device("meta"):
         size = sum(p.numel() for p in model_class(config).parameters())
     if size > LARGEST:
@@ -175,7 +190,7 @@ def examine(model_type: str, head: str, name: str) -> Result:
     """Build one model, split it in the middle and compare it with its halves."""
     torch.manual_seed(0)
     try:
-        model = build(model_type, name).eval()
+        model = build(name).eval()
         inputs = example_inputs(model)
         batch = other_batch(inputs)
         expected = run(model, lambda: model(**batch))
@@ -204,7 +219,8 @@ def sweep(only: Iterable[str] = (), report: Callable[[Result], None] | None = No
             results.append(examine(*entry))
             if report:
                 report(results[-1])
-            gc.collect()
+            if len(results) % 20 == 0:
+                gc.collect()  # the halves refer to each other
     return results
 
 

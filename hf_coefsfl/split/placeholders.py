@@ -144,6 +144,10 @@ def _text_config(model: nn.Module) -> Any:
     return unwrapped(model).config.get_text_config()
 
 
+def _vocab_size(config: Any) -> int:
+    return getattr(config, "vocab_size", 256)  # CANINE has none: its ids are those of characters
+
+
 def _pad_id(model: nn.Module) -> int | None:
     pad = getattr(_text_config(model), "pad_token_id", None)
     return pad if isinstance(pad, int) else None
@@ -161,7 +165,7 @@ def _special_ids(config: Any) -> set[int]:
 def _filler_id(model: nn.Module) -> int:
     config = _text_config(model)
     special = _special_ids(config)
-    return next(i for i in range(config.vocab_size) if i not in special)
+    return next(i for i in range(_vocab_size(config)) if i not in special)
 
 
 # --- example inputs ------------------------------------------------------------------------------
@@ -189,7 +193,7 @@ def example_inputs(model: nn.Module) -> dict[str, Tensor]:
             "Pass a small batch as `example_inputs={...}` to split_model."
         ) from error
     if is_generative_pair(model):
-        ids = torch.randint(0, _text_config(model).vocab_size, (len(inputs[name]), 5), generator=generator)
+        ids = torch.randint(0, _vocab_size(_text_config(model)), (len(inputs[name]), 5), generator=generator)
         inputs["labels"] = ids
     parameter = next((p for p in base.parameters() if p.is_floating_point()), None)
     device, dtype = (parameter.device, parameter.dtype) if parameter is not None else (None, torch.float32)
@@ -201,12 +205,12 @@ def _example_text(base: Any, generator: torch.Generator) -> dict[str, Tensor]:
     pad, eos = _pad_id(base), getattr(config, "eos_token_id", None)
     # Decoders pool at the last token that is not padding and refuse batches if there is no such id.
     batch, length, padded = (2 if pad is not None else 1), 10, 3
-    ordinary = torch.tensor([i for i in range(min(config.vocab_size, 1000)) if i not in _special_ids(config)])
+    ordinary = torch.tensor([i for i in range(min(_vocab_size(config), 1000)) if i not in _special_ids(config)])
     ids = ordinary[torch.randint(0, len(ordinary), (batch, length), generator=generator)]
     mask = torch.ones_like(ids)
     if pad is not None:
         ids[1, -padded:], mask[1, -padded:] = pad, 0
-    if isinstance(eos, int) and eos != pad and eos < config.vocab_size:
+    if isinstance(eos, int) and eos != pad and eos < _vocab_size(config):
         ids[torch.arange(batch), mask.sum(1) - 1] = eos  # BART's classifier pools there
     inputs = {"input_ids": ids}
     if accepts(base, "attention_mask"):
