@@ -50,7 +50,7 @@ class SplitFedConfig(TrainingArguments):
     `max_steps` is `num_rounds`. The defaults are those of the paper. These differ from `TrainingArguments`:
     `per_device_train_batch_size` 32, `learning_rate` 5e-4 (of the local updates), `lr_scheduler_type` "constant",
     `max_grad_norm` 0 (no clipping), `logging_steps` 1, `save_steps` 10, `report_to` "none". `weight_decay` (0) applies
-    to all trained parameters of both sides; `data_seed`, where given, governs the partition and the batches.
+    to all trained parameters of both sides; `data_seed`, if given, governs the partition and the batches.
 
     `push_to_hub=True` uploads the same files at every save (`hub_strategy` "every_save") or when `save_model` or
     `push_to_hub` is called ("end"): weights, both halves, model card, `communication.json` and `training_args.json`,
@@ -80,7 +80,7 @@ class SplitFedConfig(TrainingArguments):
     # --- Split ---
     cut: int = field(default=2, metadata={"help": "Number of blocks on the client, from the first one on."})
     blocks: str | None = field(
-        default=None, metadata={"help": "Dotted path of the list of blocks, where it is not found by itself."}
+        default=None, metadata={"help": "Dotted path of the list of blocks, if it cannot be detected."}
     )
     dropout: str = field(
         default="synced",
@@ -185,8 +185,8 @@ class SplitFedConfig(TrainingArguments):
                 raise ValueError(f"{name}={value!r} must be a number, got {type(value).__name__}.")
         if not 0 < self.participation <= 1:
             raise ValueError(
-                f"participation={self.participation} selects nobody or more than everybody. Give the share of clients "
-                "of a round, above 0 and at most 1 (at least one client is always sampled)."
+                f"participation={self.participation} selects no client, or more than there are. Give the share of "
+                "clients of a round, above 0 and at most 1 (at least one client is always sampled)."
             )
         if not 0 <= self.client_dropout_rate <= 1:
             raise ValueError(f"client_dropout_rate={self.client_dropout_rate} must be a share between 0 and 1.")
@@ -278,7 +278,7 @@ class SplitFedConfig(TrainingArguments):
 
 
 def _check_compile(args: SplitFedConfig) -> None:
-    """Refuse what does not work together with compiled blocks."""
+    """Refuse settings that do not work with compiled blocks."""
     if not args.torch_compile:
         return
     if args.torch_compile_mode not in (None, *_COMPILE_MODES):
@@ -295,7 +295,7 @@ def _check_compile(args: SplitFedConfig) -> None:
 
 
 def _refuse_sharding() -> None:
-    """Refuse what `accelerate launch` asks for through the environment and no argument of the config shows."""
+    """Refuse sharding that `accelerate launch` requests in the environment, which no argument of the config shows."""
     for variable, name in _SHARDING.items():
         if parse_flag_from_env(variable):
             raise ValueError(
@@ -306,13 +306,15 @@ def _refuse_sharding() -> None:
 
 
 def read_size(name: str, size: str | int | None) -> int | None:
-    """Return the bytes of an option that is given in bytes or with a unit; None stays what it is."""
+    """Return the bytes of an option that is given in bytes or with a unit; None stays None."""
     if size is None:
         return None
     try:
-        found = convert_file_size_to_int(int(size) if str(size).isdigit() else size)
+        num_bytes = convert_file_size_to_int(int(size) if str(size).isdigit() else size)
     except (ValueError, AttributeError):
-        found = -1
-    if found < 0:
-        raise ValueError(f"{name}={size!r} is no size. Give bytes, or a number with a unit such as 500MB or 2GiB.")
-    return int(found)
+        num_bytes = -1
+    if num_bytes < 0:
+        raise ValueError(
+            f"{name}={size!r} is not a valid size. Give bytes, or a number with a unit such as 500MB or 2GiB."
+        )
+    return int(num_bytes)

@@ -51,7 +51,7 @@ class TaskArguments:
 
 @dataclass
 class Prepared:
-    """All that a `SplitFedTrainer` needs to know of a task."""
+    """The arguments of a `SplitFedTrainer` that come from a task."""
 
     model: PreTrainedModel
     processing_class: Any
@@ -82,7 +82,7 @@ class FineTuningTask:
     columns: ClassVar[dict[str, str]]  # role: column of the dataset on the Hub
     optional_roles: ClassVar[tuple[str, ...]] = ()
     eval_splits: ClassVar[dict[str, str]] = {"validation": "validation"}  # name in the metrics: split
-    score_titles: ClassVar[dict[str, str]] = {}  # evaluation set: title of its score, where a table has several
+    score_titles: ClassVar[dict[str, str]] = {}  # evaluation set: title of its score, if a table has several
     reported: ClassVar[dict[str, str]] = {"accuracy": "accuracy"}  # metric: its title in a table
     metric_scale: ClassVar[float] = 100.0  # tables are in percent
     higher_is_better: ClassVar[bool] = True
@@ -146,6 +146,15 @@ class FineTuningTask:
         )
         return model
 
+    def load_classifier(self, names: list[str]) -> PreTrainedModel:
+        """Return the model with a head for the named classes."""
+        return self.load_model(
+            num_labels=len(names),
+            id2label=dict(enumerate(names)),
+            label2id={name: i for i, name in enumerate(names)},
+            ignore_mismatched_sizes=True,
+        )
+
     def known_classes(self) -> list[str] | None:
         """Return the classes of a model that was given, in order; None: the dataset says which there are."""
         if self.model is None:
@@ -156,7 +165,7 @@ class FineTuningTask:
     def _raw_splits(self, train: bool = True, evaluation: bool = True) -> dict[str, Dataset]:
         """Return "train" and the evaluation sets by name, with a column for each role, cut to the wanted samples.
 
-        Where one of the two is not wanted, its set is empty.
+        If one of the two is not wanted, its set is empty.
         """
         arguments = self.arguments
         splits = load_splits(self.dataset_id, self.dataset_config)
@@ -177,24 +186,24 @@ class FineTuningTask:
             return {split: split for split in self.arguments.eval_split}
         if all(split in splits for split in self.eval_splits.values()):
             return dict(self.eval_splits)
-        found = next((split for split in ("validation", "test", "dev") if split in splits), None)
-        if found is None:
+        other = next((split for split in ("validation", "test", "dev") if split in splits), None)
+        if other is None:
             raise ValueError(
                 f"{self.dataset_id} has no split to evaluate on, only {', '.join(splits)}. Name one with --eval_split."
             )
-        return {found: found}
+        return {other: other}
 
     def scores(self, metrics: Mapping[str, float], names: list[str]) -> dict[str, float]:
-        """Return what a table shows of an evaluation of the sets `names`, in percent where the metric is a share."""
-        found = {}
+        """Return what a table shows of an evaluation of the sets `names`, in percent if the metric is a share."""
+        scores = {}
         for name in names:
             prefix = "eval_" if len(names) == 1 else f"eval_{name}_"
             for metric, title in self.reported.items():
                 if len(names) > 1:
                     title = self.score_titles.get(name, f"{title} ({name})")
                 if prefix + metric in metrics:
-                    found[title] = metrics[prefix + metric] * self.metric_scale
-        return found
+                    scores[title] = metrics[prefix + metric] * self.metric_scale
+        return scores
 
 
 def load_from_hub_or_folder(auto: Any, name: str, what: str, **kwargs: Any) -> Any:

@@ -71,12 +71,7 @@ class TextClassification(TextTask):
         def encoded(rows: Dataset) -> Dataset:
             return rows.map(encode, batched=True, remove_columns=texts, desc="Tokenising")
 
-        model = self.load_model(
-            num_labels=len(names),
-            id2label=dict(enumerate(names)),
-            label2id={name: i for i, name in enumerate(names)},
-            ignore_mismatched_sizes=True,
-        )
+        model = self.load_classifier(names)
         if model.config.get_text_config().pad_token_id is None:
             model.config.get_text_config().pad_token_id = processor.pad_token_id
         return Prepared(

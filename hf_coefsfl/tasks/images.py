@@ -46,14 +46,8 @@ class ImageClassification(FineTuningTask):
     def build(self, train: Dataset, evals: dict[str, Dataset], processor: Any) -> Prepared:
         """Leave the images as they are; the collator makes pixel values of them."""
         train, evals, names = with_class_labels(train, evals, self.known_classes())
-        model = self.load_model(
-            num_labels=len(names),
-            id2label=dict(enumerate(names)),
-            label2id={name: i for i, name in enumerate(names)},
-            ignore_mismatched_sizes=True,
-        )
         return Prepared(
-            model=model,
+            model=self.load_classifier(names),
             processing_class=processor,
             train_dataset=train.with_transform(augmentation()) if self.arguments.augment else train,
             eval_dataset=evals,

@@ -92,7 +92,7 @@ def with_class_labels(
     """Return all sets with the label as a number from 0 on in the column `labels`, and the names of the classes.
 
     Labels may be a `ClassLabel`, numbers or strings. Rows with the label -1 (not annotated) are left out. `names` are
-    the classes where they are known already: the sets need not hold all of them.
+    the classes if they are known already: the sets need not hold all of them.
     """
     sets = {"": train, **evals}
     if names is not None:

@@ -18,7 +18,7 @@ from ..config import SplitFedConfig
 from ..methods import DEFAULT_METHOD
 from ..split.blocks import find_blocks, members
 from ..split.lora import default_lora
-from ..trainer.checkpoints import fault, last_whole
+from ..trainer.checkpoints import fault, last_complete
 from ..trainer.hub import UploadError
 from ..trainer.model_card import CardArguments, evaluated_rounds, evaluations, final_results, public_name
 from ..trainer.trainer import SplitFedTrainer
@@ -37,7 +37,7 @@ def run(
     prog: str | None = None,
     argv: Sequence[str] | None = None,
 ) -> None:
-    """Run a recipe: read the options, train, evaluate, save, describe, and push where asked to.
+    """Run a recipe: read the options, train, evaluate, save, describe, and push if asked to.
 
     Args:
         task: a name in `TASKS`.
@@ -60,7 +60,7 @@ def run(
 
 
 def complete(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str], checkpoint: str | None) -> None:
-    """Train from a checkpoint or the start, evaluate, save, describe, and push where the configuration says so."""
+    """Train from a checkpoint or the start, evaluate, save, describe, and push if the configuration says so."""
     config = trainer.args
     trainer.card_arguments = CardArguments(
         dataset=public_name(job.dataset_id), dataset_args=job.dataset_config, tasks=job.pipeline_tag
@@ -73,7 +73,7 @@ def complete(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str]
     if trainer.is_world_process_zero():
         summary = summarize(trainer, job, evaluated)
         write_atomically(Path(str(config.output_dir)) / SUMMARY_NAME, to_json(summary))
-        print(_last_words(summary, str(config.output_dir)), flush=True)
+        print(_conclusion(summary, str(config.output_dir)), flush=True)
     if config.push_to_hub:
         try:
             trainer.push_to_hub()
@@ -131,10 +131,10 @@ def paper_share(num_blocks: int) -> int:
 
 
 def checkpoint_of(config: SplitFedConfig) -> str | None:
-    """Return the checkpoint to go on from; "last" is the newest of the output folder, if there is any."""
+    """Return the checkpoint to resume from; "last" is the newest of the output folder, if there is one."""
     wanted = config.resume_from_checkpoint
     if wanted in (None, "last"):
-        return last_whole(str(config.output_dir)) if wanted else None
+        return last_complete(str(config.output_dir)) if wanted else None
     wrong = fault(Path(wanted))
     if wrong is not None:
         raise ValueError(f"resume_from_checkpoint={wanted!r}: {wrong}.")
@@ -199,7 +199,7 @@ def _versions() -> dict[str, str]:
     return {"hf_coefsfl": __version__, **versions, "python": sys.version.split()[0]}
 
 
-def _last_words(summary: dict[str, Any], folder: str) -> str:
+def _conclusion(summary: dict[str, Any], folder: str) -> str:
     scores = ", ".join(f"{title} {value:.1f}" for title, value in summary["scores"].items())
     return (
         f"{summary['title']}, {summary['method']}, {summary['num_rounds']} rounds: {scores}. {summary['mib']:.1f} MiB "

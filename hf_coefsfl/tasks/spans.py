@@ -23,7 +23,7 @@ def encode_questions(
     half of what `max_length` leaves beside special tokens and stride, so that every window brings new context.
 
     Args:
-        examples: the columns id, question, context and answers, a dict of text and answer_start (both empty where the
+        examples: the columns id, question, context and answers, a dict of text and answer_start (both empty if the
             question has no answer).
         tokenizer: a fast one, which knows the characters of a token.
         max_length: tokens of the longest window.
@@ -32,11 +32,11 @@ def encode_questions(
     Returns:
         The inputs of the model, and for each window:
 
-        - start_positions, end_positions: first and last token of the first answer, or `cls_index` twice where the
+        - start_positions, end_positions: first and last token of the first answer, or `cls_index` twice if the
           window does not hold the whole answer or there is none.
         - example_id: the id of the question.
         - offset_mapping: first character and end of each token in the context, None for tokens outside of it.
-        - cls_index: the token that stands for "no answer": the CLS token, or the first where there is none.
+        - cls_index: the token that stands for "no answer": the CLS token, or the first if there is none.
     """
     room = _check_room(tokenizer, max_length, stride)
     windows = tokenizer(
@@ -104,7 +104,7 @@ def _find_cls(tokens: list[int], parts: list[int | None], cls_id: int | None) ->
 
 
 def _find_answer(answers: Mapping[str, Sequence[Any]], offsets: Offsets) -> tuple[int, int] | None:
-    """Return the first and last token of the first answer, or None where the window does not hold all of it."""
+    """Return the first and last token of the first answer, or None if the window does not hold all of it."""
     if not len(answers["text"]):
         return None
     text = answers["text"][0]
@@ -183,7 +183,7 @@ def _check_logits(
             f"start_logits have the shape {start.shape} and end_logits {end.shape}. Both must be (windows, length): "
             f"{len(windows)} windows as in features, and at least the {longest} tokens of the longest."
         )
-    # A diverged model's logits are no numbers. They win nothing, so that its evaluation ends in a low score.
+    # A diverged model has logits that are not finite. They never win, so its evaluation ends in a low score.
     return np.where(np.isfinite(start), start, -np.inf), np.where(np.isfinite(end), end, -np.inf)
 
 
@@ -200,8 +200,8 @@ def _group(examples: list[Mapping[str, Any]], windows: list[Mapping[str, Any]]) 
     bare = [name for name, numbers in of_example.items() if not numbers]
     if bare:
         raise ValueError(
-            f"{len(bare)} of {len(examples)} examples have no features, {bare[0]!r} say. Give all windows that "
-            "encode_questions made of them."
+            f"{len(bare)} of {len(examples)} examples have no features, for instance {bare[0]!r}. Give all windows "
+            "that encode_questions made of them."
         )
     return of_example
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or do not count: a seal, written last, lists every file with its size and checksum."""
+"""Checkpoints with a seal: a file, written last, that lists every other file with its size and checksum."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Remove what an interrupted save left where a checkpoint is to be written."""
+    """Remove what an interrupted save left in the folder of a checkpoint."""
     if folder.exists():
         shutil.rmtree(folder)
 
 
 def seal(folder: Path) -> None:
-    """Declare a checkpoint whole. Its files reach the disk before the seal does."""
+    """Mark a checkpoint as complete. Its files reach the disk before the seal does."""
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != SEAL_NAME:
@@ -43,7 +43,7 @@ def seal(folder: Path) -> None:
 
 
 def fault(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint, or None if it is whole."""
+    """Return what is wrong with a checkpoint, or None if it is complete."""
     if not folder.is_dir():
         return "there is no such folder"
     try:
@@ -63,23 +63,23 @@ def fault(folder: Path) -> str | None:
     return None
 
 
-def last_whole(output_dir: str | os.PathLike[str]) -> str | None:
-    """Return the newest whole checkpoint of a run, if there is any; the broken ones are named and passed over."""
+def last_complete(output_dir: str | os.PathLike[str]) -> str | None:
+    """Return the newest complete checkpoint of a run, or None; incomplete ones are reported and skipped."""
     folder = Path(output_dir)
-    found = [path for path in folder.iterdir() if is_checkpoint(path)] if folder.is_dir() else []
-    for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
+    checkpoints = [path for path in folder.iterdir() if is_checkpoint(path)] if folder.is_dir() else []
+    for path in sorted(checkpoints, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
         wrong = fault(path)
         if wrong is None:
             return str(path)
-        logger.warning("The checkpoint %s is passed over: %s.", path, wrong)
+        logger.warning("The checkpoint %s is skipped: %s.", path, wrong)
     return None
 
 
 def _checksum(path: Path) -> str:
-    """Return the SHA-256 of a file, of what the disk holds."""
-    found = hashlib.sha256()
+    """Return the SHA-256 of a file, after it has reached the disk."""
+    checksum = hashlib.sha256()
     with path.open("rb") as file:
         os.fsync(file.fileno())
         while part := file.read(1 << 20):
-            found.update(part)
-    return found.hexdigest()
+            checksum.update(part)
+    return checksum.hexdigest()

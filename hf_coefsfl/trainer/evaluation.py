@@ -1,4 +1,4 @@
-"""Evaluation by many processes that gives the bits of one."""
+"""Evaluation by many processes, bit-identical to one process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from transformers import Trainer
 class EvaluatingTrainer(Trainer):
     """A `Trainer` whose evaluation loss and predictions do not depend on the number of processes.
 
-    Accelerate deals out whole batches and fills the last ones up with rows from the beginning, so
-    that every process has as many. `Trainer` drops these rows from the predictions, but their
-    loss is in the mean of their batch. It also divides a loss by the labels that the batches of all
-    processes have on average, instead of those of the batch itself.
+    Accelerate gives every process the same number of batches of the same size. It fills the last ones with rows from
+    the beginning. `Trainer` drops these rows from the predictions, but not from the mean loss of their batch. It also
+    divides a loss by the mean number of labels over the processes, not by the number of labels in the batch.
     """
 
     def prediction_step(
@@ -27,10 +26,10 @@ class EvaluatingTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Evaluate a batch without the rows it was filled up with."""
+        """Evaluate a batch without its repeated rows."""
         rows = find_batch_size(inputs)
         own = self._own_rows(rows) if rows is not None else None
-        if rows is None or own in (None, 0, rows):  # of a batch of repeated rows only, nothing is kept
+        if rows is None or own in (None, 0, rows):  # a batch of repeated rows only is dropped later
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = _each(lambda t: t[:own], inputs, rows)
         loss, *outputs = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -43,7 +42,7 @@ class EvaluatingTrainer(Trainer):
         return None  # the loss of a batch is the model's own mean
 
     def _own_rows(self, rows: int) -> int | None:
-        """Return how many rows of this process's present batch are no repetition; None if that is not known."""
+        """Return how many rows of this process's current batch are not repetitions; None if that is not known."""
         state = self.accelerator.gradient_state
         if self.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
             return None

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: uploading what a run leaves."""
+"""Upload the files of a run to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _API = HfApi(library_name="hf_coefsfl")  # one for all: its background jobs run one after the other
-# What stays at home whatever else is in the folder; `*` matches slashes too.
+# Patterns of files that are never uploaded; `*` matches slashes too.
 NOT_UPLOADED = (
     "checkpoint-*",
     "_*",
@@ -46,7 +46,7 @@ _PAUSES = (5, 30)  # seconds before another attempt, on top of what huggingface_
 
 
 class UploadError(RuntimeError):
-    """An upload failed for good. The message says why, where the files are and how to repeat it."""
+    """An upload failed. The message says why, where the files are and how to repeat it."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Upload:
     def of(
         cls, trainer: SplitFedTrainer, message: str, revision: str | None = None, token: str | None = None
     ) -> Upload:
-        """Return the upload of a trainer's output folder, to where its arguments say."""
+        """Return the upload of a trainer's output folder to the repo that its arguments name."""
         args = trainer.args
         folder = Path(args.output_dir or "")
         return cls(
@@ -78,7 +78,7 @@ class Upload:
 
     @property
     def command(self) -> str:
-        """What repeats the upload in a shell."""
+        """The shell command that repeats the upload."""
         words = ["hf", "upload", self.repo_id, str(self.folder), ".", "--repo-type", "model"]
         words += ["--revision", self.revision] * (self.revision is not None)  # type: ignore[list-item]
         words += ["--private"] * self.private
@@ -88,7 +88,7 @@ class Upload:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Turn whatever goes wrong into an `UploadError`: by then the files are on the disk."""
+        """Turn every error into an `UploadError`: by then the files are on the disk."""
         try:
             yield
         except Exception as error:
@@ -99,7 +99,7 @@ class Upload:
             ) from None
 
     def run(self, source: Path | None = None) -> CommitInfo:
-        """Upload the folder, or a copy of it, in one commit; a branch that is missing is made."""
+        """Upload the folder, or a copy of it, in one commit; a missing branch is created."""
 
         def attempt() -> CommitInfo:
             if self.revision not in (None, "main") and not str(self.revision).startswith("refs/"):
@@ -117,7 +117,7 @@ class Upload:
             return retried(attempt, self.token)
 
     def in_background(self) -> Future[CommitInfo]:
-        """Upload a copy of the folder as it is now, while training goes on. A failure is logged as well."""
+        """Upload a copy of the folder as it is now, while training continues. A failure is also logged."""
         copied = TemporaryDirectory(dir=self.folder, prefix="_upload-")
         for path in _uploaded_files(self.folder):
             target = Path(copied.name) / path
@@ -136,7 +136,7 @@ class Upload:
 
 
 def _uploaded_files(folder: Path) -> list[str]:
-    """Return the paths below the folder that are uploaded; what is left out is not even looked into."""
+    """Return the paths below the folder that are uploaded; excluded folders are not searched."""
     tops = filter_repo_objects(sorted(path.name for path in folder.iterdir()), ignore_patterns=list(NOT_UPLOADED))
     files = [file for top in tops for file in (folder / top, *(folder / top).rglob("*")) if file.is_file()]
     names = [file.relative_to(folder).as_posix() for file in files]
@@ -144,7 +144,7 @@ def _uploaded_files(folder: Path) -> list[str]:
 
 
 def check_token(token: str | None) -> None:
-    """Refuse to start without a token."""
+    """Raise a ValueError if there is no token."""
     if token is None and get_token() is None:
         raise ValueError(
             "Pushing to the Hub needs a token and there is none. Log in with `hf auth login`, set HF_TOKEN, or pass "
@@ -153,7 +153,7 @@ def check_token(token: str | None) -> None:
 
 
 def make_repo(create: Callable[[], None], token: str | None) -> None:
-    """Make the repo by `create`, or say why it cannot be pushed to."""
+    """Create the repo with `create`; a failure is a ValueError with the reason."""
     check_token(token)
     try:
         retried(create, token)
@@ -165,7 +165,7 @@ def make_repo(create: Callable[[], None], token: str | None) -> None:
 
 
 def retried(action: Callable[[], T], token: str | None = None) -> T:
-    """Run `action`, again after each pause where it failed for a reason that may pass."""
+    """Run `action`; after a temporary failure run it again, up to twice."""
     for pause in _PAUSES:
         try:
             return action()
@@ -182,12 +182,12 @@ def _may_pass(error: Exception) -> bool:
         return error.response.status_code == 429 or error.response.status_code >= 500
     if isinstance(error, OfflineModeIsEnabled):
         return False
-    # A gateway that is down answers in HTML where JSON is read.
+    # A gateway that is down answers in HTML instead of JSON.
     return isinstance(error, (HTTPError, ConnectionError, TimeoutError, json.JSONDecodeError))
 
 
 class SharingTrainer(Trainer):
-    """A `Trainer` with our card and uploads; what there is to share, `SplitFedTrainer` says."""
+    """The part of `SplitFedTrainer` that writes the model card and uploads to the Hub."""
 
     _tag_names = ["split-federated-learning", "coef-sfl"]
     hub_model_id: str | None  # type: ignore[assignment]
@@ -219,7 +219,7 @@ class SharingTrainer(Trainer):
             write_card(cast("SplitFedTrainer", self), Path(self.args.output_dir or ""))
 
     def init_hf_repo(self, token: str | None = None) -> None:
-        """Make the repo on the Hub, or say what it lacks."""
+        """Create the repo on the Hub."""
         if self.is_world_process_zero():
             make_repo(partial(super().init_hf_repo, token), token or self.args.hub_token)
 
@@ -233,11 +233,11 @@ class SharingTrainer(Trainer):
     ) -> CommitInfo | Future[CommitInfo] | None:
         """Save everything in `output_dir`, then upload it in one commit: weights, halves, card, ledger; never a pickle.
 
-        As for `Trainer`, with `kwargs` for `create_model_card`; a `revision` that is missing is made. An upload that
-        fails, also when repeated, raises an `UploadError` that says how to go on: the files are saved.
+        As for `Trainer`, with `kwargs` for `create_model_card`; a missing `revision` is created. An upload that
+        fails, also when repeated, raises an `UploadError` that says how to continue: the files are saved.
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        self.save_model(_internal_call=True)  # first: whatever the Hub does, nothing is lost
+        self.save_model(_internal_call=True)  # first, so that an error of the Hub loses nothing
         if not self.is_world_process_zero():
             return None
         self._finish_current_push()

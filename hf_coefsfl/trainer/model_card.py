@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CARD_NAME, PLOT_NAME = "README.md", "curves.png"
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
 _PACKAGES = ("transformers", "peft", "torch", "datasets", "accelerate", "huggingface_hub")
-# Of an evaluation's log these are about the machine, not the model.
+# Entries of an evaluation's log that describe the machine, not the model.
 _TIMES = re.compile(r"eval_(.*_)?(runtime|samples_per_second|steps_per_second|model_preparation_time)")
 
 Names = str | list[str] | None
@@ -92,12 +92,12 @@ def _plain(metric: str) -> str:
     return metric.removeprefix("eval_").replace("_", " ")
 
 
-# ---- What the logs say ----
+# ---- Reading the logs ----
 
 
 def evaluations(history: Sequence[Mapping[str, Any]]) -> dict[int, Results]:
     """Return the metrics of each evaluated round, a later evaluation of a round over an earlier one."""
-    found: dict[int, Results] = {}
+    rounds: dict[int, Results] = {}
     for entry in history:
         metrics = {
             name: float(value)
@@ -105,8 +105,8 @@ def evaluations(history: Sequence[Mapping[str, Any]]) -> dict[int, Results]:
             if name.startswith("eval_") and not _TIMES.fullmatch(name) and isinstance(value, (int, float))
         }
         if metrics:
-            found[int(entry["step"])] = found.get(int(entry["step"]), {}) | metrics
-    return found
+            rounds[int(entry["step"])] = rounds.get(int(entry["step"]), {}) | metrics
+    return rounds
 
 
 def evaluated_rounds(history: Sequence[Mapping[str, Any]]) -> dict[int, Results]:
@@ -115,28 +115,28 @@ def evaluated_rounds(history: Sequence[Mapping[str, Any]]) -> dict[int, Results]
 
 
 def _end(history: Sequence[Mapping[str, Any]]) -> int:
-    """Return the place of the log that ends training; what comes later is of the final model."""
+    """Return the index of the log entry that ends training; later entries are of the final model."""
     return next((i for i, entry in enumerate(history) if "train_runtime" in entry), len(history))
 
 
 def final_results(trainer: SplitFedTrainer) -> Results:
     """Return the metrics of the model as it is now: evaluated after training, at the best round, or at the last one."""
     history, best = trainer.state.log_history, trainer.state.best_global_step
-    after, found = evaluations(history[_end(history) :]), evaluations(history)
+    after, rounds = evaluations(history[_end(history) :]), evaluations(history)
     over = _end(history) < len(history)
-    if over and not after and trainer.args.load_best_model_at_end and best in found:
-        return found[best]
-    found = after or found
-    return found[max(found)] if found else {}
+    if over and not after and trainer.args.load_best_model_at_end and best in rounds:
+        return rounds[best]
+    rounds = after or rounds
+    return rounds[max(rounds)] if rounds else {}
 
 
 def main_metric(rounds: Mapping[int, Results]) -> str:
-    """Return the metric to draw: the accuracy, else the first one that is no loss, else the loss."""
+    """Return the metric to draw: the accuracy, else the first one that is not a loss, else the loss."""
     names = list(dict.fromkeys(name for metrics in rounds.values() for name in metrics))
     return min(names, key=lambda name: (name != "eval_accuracy", name.endswith("loss")))
 
 
-# ---- What the names say ----
+# ---- Names ----
 
 
 def is_local(name: str) -> bool:
@@ -145,7 +145,7 @@ def is_local(name: str) -> bool:
 
 
 def public_name(name: str) -> str:
-    """Return an id as it is, and of a path its last part: where a folder lies is nobody's business."""
+    """Return an id as it is, and the last part of a path: cards do not publish local paths."""
     if os.path.exists(name):
         return Path(name).resolve().name
     return PureWindowsPath(name).name if is_local(name) else name
@@ -254,7 +254,7 @@ class _Run:
 
     def federation(self) -> dict[str, Any]:
         """The clients, their data and the local updates."""
-        args, clients, found = self.args, self.trainer.clients, {}
+        args, clients, settings = self.args, self.trainer.clients, {}
         if clients is not None:
             low, high = min(clients.sizes), max(clients.sizes)
             sampled = num_sampled(len(clients), args.participation)
@@ -270,14 +270,14 @@ class _Run:
                 partition = "as the clients hold it"
             elif len(data.datasets) > 1:
                 partition = "given: a dataset for each client"
-            found["clients"] = f"{len(clients)}, with {low if low == high else f'{low} to {high}'} samples each"
-            found["clients a round"] = f"{sampled} (participation {args.participation:g})"
-            found["partition"] = partition
+            settings["clients"] = f"{len(clients)}, with {low if low == high else f'{low} to {high}'} samples each"
+            settings["clients a round"] = f"{sampled} (participation {args.participation:g})"
+            settings["partition"] = partition
         rounds = f"{self.trainer.state.global_step} of {args.num_rounds}"
         if args.warmup_rounds and args.method != WARM_UP_METHOD:
             rounds += f", the first {args.warmup_rounds} of them {METHODS[WARM_UP_METHOD].title} (warm-up)"
         schedule, optimizer = (getattr(value, "value", value) for value in (args.lr_scheduler_type, args.optim))
-        found |= {
+        settings |= {
             "rounds": rounds,
             "local epochs": str(args.local_epochs),
             "batch size": str(args.per_device_train_batch_size),
@@ -286,7 +286,7 @@ class _Run:
             "exchange": args.exchange_dtype,
             "seed": f"{args.seed}" + ("" if args.data_seed is None else f", and {args.data_seed} for the data"),
         }
-        rows = [{"setting": setting, "value": value} for setting, value in found.items()]
+        rows = [{"setting": setting, "value": value} for setting, value in settings.items()]
         return {"settings": format_table(rows, markdown=True)}
 
     def communication(self) -> dict[str, Any]:
@@ -302,7 +302,7 @@ class _Run:
         return {"transfers": total.transfers, "mib_up": f"{up:,.3f}", "mib_down": f"{down:,.3f}", "traffic": table}
 
     def _head_options(self) -> str:
-        """Return what a new head needs, whatever the base model was trained to tell apart."""
+        """Return the options of a new head: the base model may have another number of classes."""
         return f", num_labels={self.model.config.num_labels}, ignore_mismatched_sizes=True"
 
     def loading(self) -> dict[str, Any]:

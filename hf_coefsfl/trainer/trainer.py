@@ -32,7 +32,7 @@ from ..federation.simulation import Simulation
 from ..protocol.loss import LossSpec
 from ..split import split_model
 from ..split.lora import default_lora, save_halves, trainable_sides
-from .checkpoints import clear, fault, is_checkpoint, last_whole, seal
+from .checkpoints import clear, fault, is_checkpoint, last_complete, seal
 from .compilation import compile_blocks
 from .evaluation import EvaluatingTrainer
 from .hub import SharingTrainer, check_token
@@ -65,7 +65,7 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         args: the configuration.
         train_dataset: one dataset, which `args.partition` spreads over the clients, or a list or dict of one
             dataset for each client.
-        eval_dataset: as for `Trainer`; evaluated by the whole model.
+        eval_dataset: as for `Trainer`; evaluated by the unsplit model.
         data_collator: as for `Trainer`.
         processing_class: as for `Trainer`.
         compute_metrics: as for `Trainer`.
@@ -172,8 +172,8 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
             half = [name for name, parameter in parameters.items() if parameter.dtype == torch.float16]
             if half:
                 raise ValueError(
-                    f"{len(half)} trained weights are float16 ({half[0]} ...), in which AdamW loses its way. Load the "
-                    "model with dtype=torch.float32, and set bf16=True for faster arithmetic where the device has it."
+                    f"{len(half)} trained weights are float16 ({half[0]} ...), in which AdamW is unstable. Load the "
+                    "model with dtype=torch.float32, and set bf16=True for faster arithmetic if the device has it."
                 )
         shared = self.split.shared_trainable()
         if shared:
@@ -216,13 +216,13 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train for `args.num_rounds` rounds.
 
-        `resume_from_checkpoint` is a checkpoint, or True for the last whole one of the output folder. Without it the
+        `resume_from_checkpoint` is a checkpoint, or True for the last complete one of the output folder. Without it the
         ledger starts anew.
         """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_whole(self.args.output_dir or "")
+            resume_from_checkpoint = last_complete(self.args.output_dir or "")
             if resume_from_checkpoint is None:
-                raise ValueError(f"There is no whole checkpoint in {self.args.output_dir} to resume from.")
+                raise ValueError(f"There is no complete checkpoint in {self.args.output_dir} to resume from.")
         elif resume_from_checkpoint:
             wrong = fault(Path(resume_from_checkpoint))
             if wrong is not None:
@@ -371,7 +371,7 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
             self._load_weights(str(self.state.best_model_checkpoint))
 
     def _load_weights(self, folder: str) -> None:
-        """Load a whole model. `from_pretrained` knows the names that `save_pretrained` writes; Trainer does not."""
+        """Load an unsplit model. `from_pretrained` knows the names that `save_pretrained` writes; Trainer does not."""
         assert isinstance(self.model, PreTrainedModel)
         self.model.load_state_dict(type(self.model).from_pretrained(folder, dtype=self.model.dtype).state_dict())
 

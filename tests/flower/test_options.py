@@ -18,7 +18,7 @@ from tests.support.federated import same, weights
         ({"min_clients": 0}, "min_clients=0 must be a whole number of at least 1"),
         ({"round_timeout": 0}, "round_timeout=0 must be a number of seconds above 0"),
         ({"over_sampling": -0.1}, "over_sampling=-0.1 must be a share of at least 0"),
-        ({"chunk_size": "x"}, "chunk_size='x' is no size"),
+        ({"chunk_size": "x"}, "chunk_size='x' is not a valid size"),
         ({"method": "fsl_sage"}, "method='fsl_sage' cannot be deployed"),
         ({"method": "x"}, "Unknown method 'x'"),
         ({"staleness_probe": 1}, "staleness_probe=1 cannot be deployed: it needs both sides in one process"),

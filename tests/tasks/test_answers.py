@@ -160,5 +160,5 @@ def test_examples_that_do_not_fit():
         ValueError, match=r"features\[0\] belongs to the question 'x', which is not among the 1 examples"
     ):
         answers_of([row()], [window_of(CONTEXT, "x")], logits)
-    with pytest.raises(ValueError, match="1 of 2 examples have no features, 'other' say"):
+    with pytest.raises(ValueError, match="1 of 2 examples have no features, for instance 'other'"):
         answers_of([row(), row(name="other")], [window_of(CONTEXT)], logits)

@@ -212,9 +212,13 @@ def test_best_threshold_against_every_threshold(questions):
 @pytest.mark.parametrize(
     ("predictions", "references", "message"),
     [
-        ([predicted("x", "")], [asked("y")], "1 of 1 references have no prediction, 'y' say"),
-        ([predicted("x", "")] * 2, [asked("x"), asked("y")], "predictions have 1 ids more than once, 'x' say"),
-        ([predicted("x", ""), predicted("y", "")], [asked("y")] * 2, "references have 1 ids more than once, 'y' say"),
+        ([predicted("x", "")], [asked("y")], "1 of 1 references have no prediction, for instance 'y'"),
+        ([predicted("x", "")] * 2, [asked("x"), asked("y")], "predictions have 1 ids more than once, for instance 'x'"),
+        (
+            [predicted("x", ""), predicted("y", "")],
+            [asked("y")] * 2,
+            "references have 1 ids more than once, for instance 'y'",
+        ),
         ([], [], "Got no questions"),
     ],
 )

@@ -182,7 +182,7 @@ def test_help_is_grouped_and_complete(capsys: pytest.CaptureFixture[str]) -> Non
     [
         (["--num_round", "3"], "unrecognized arguments: --num_round "),
         (["--method", "coef_k"], "coef_k"),
-        (["--participation", "2"], "participation=2.0 selects nobody or more than everybody"),
+        (["--participation", "2"], "participation=2.0 selects no client, or more than there are"),
         (["--columns", "text"], r"columns='text' is not role=column. The roles here are text, label"),
         (["--num_train_epochs", "3"], "unrecognized arguments: --num_train_epochs"),
         (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint='nowhere': there is no such folder"),

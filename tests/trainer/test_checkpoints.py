@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from hf_coefsfl.trainer.checkpoints import SEAL_NAME, fault, last_whole, seal
+from hf_coefsfl.trainer.checkpoints import SEAL_NAME, fault, last_complete, seal
 from tests.support.federated import rounds, trainer, weights
 
 ROUNDS = 6
@@ -38,7 +38,7 @@ def sealed(tmp_path: Path) -> Path:
 
 
 def test_whole(sealed: Path) -> None:
-    assert fault(sealed) is None and last_whole(sealed.parent) == str(sealed)
+    assert fault(sealed) is None and last_complete(sealed.parent) == str(sealed)
     assert sorted(json.loads((sealed / SEAL_NAME).read_text())) == ["inner/state", "weights"]
 
 
@@ -78,14 +78,14 @@ def test_broken(sealed: Path, damage: Callable[[Path], None], message: str, capl
     damage(sealed)
     assert message in str(fault(sealed))
     with caplog.at_level(logging.WARNING):
-        assert last_whole(sealed.parent) == str(older)
+        assert last_complete(sealed.parent) == str(older)
     assert str(sealed) in caplog.text and message in caplog.text  # named, with the reason
 
 
 def test_numbers_not_names_decide_which_is_last(sealed: Path) -> None:
     shutil.copytree(sealed, sealed.with_name("checkpoint-10"))
-    assert last_whole(sealed.parent) == str(sealed.with_name("checkpoint-10"))
-    assert last_whole(sealed.parent / "nowhere") is None
+    assert last_complete(sealed.parent) == str(sealed.with_name("checkpoint-10"))
+    assert last_complete(sealed.parent / "nowhere") is None
 
 
 def test_resume_passes_over_a_broken_checkpoint(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_resume_passes_over_a_broken_checkpoint(tmp_path: Path) -> None:
 
 
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"There is no whole checkpoint in .* to resume from"):
+    with pytest.raises(ValueError, match=r"There is no complete checkpoint in .* to resume from"):
         trainer(tmp_path, **options()).train(resume_from_checkpoint=True)
 
 
@@ -143,7 +143,7 @@ def run_in_a_child(folder: Path, kind: str = "", at: int = 0, **more: Any) -> in
         run = trainer(folder, **options(eval_strategy="steps", eval_steps=1, **more))
         moments = Moments(folder, kind, at)
         moments.watch()
-        run.train(resume_from_checkpoint=last_whole(folder))
+        run.train(resume_from_checkpoint=last_complete(folder))
         save_file(weights(run), folder / "result.safetensors")
         evals = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
         ledger = json.loads((folder / "communication.json").read_text())["entries"]

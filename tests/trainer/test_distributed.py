@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hf_coefsfl import METHODS
-from hf_coefsfl.trainer.checkpoints import last_whole
+from hf_coefsfl.trainer.checkpoints import last_complete
 from tests.support.launched import CASES, EVAL_BATCH, EVALUATED, INTERRUPTED, PREDICTED
 from tests.support.paths import ROOT, SUPPORT
 
@@ -88,7 +88,7 @@ def test_the_number_of_processes_does_not_matter(tmp_path: Path) -> None:
             assert files(folder) == files(folders[1] / case), (case, world)
     # Round 4 was cut off, so that the last checkpoint is that of round 2.
     for case, killed_by, world in ((in_round, 2, 3), (in_evaluation, 3, 1)):
-        assert last_whole(folders[killed_by] / case) == str(folders[killed_by] / case / "checkpoint-2")
+        assert last_complete(folders[killed_by] / case) == str(folders[killed_by] / case / "checkpoint-2")
         whole, folder = folders[1] / f"{case}, whole", folders[world] / case
         assert result(folder, world) == result(whole, 1), case
         assert files(folder) == files(whole), case

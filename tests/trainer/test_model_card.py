@@ -54,8 +54,8 @@ model-index:
 
 A LoRA adapter of rank 4 and alpha 8 for `laboratory/tiny-vit` \(`ViTForImageClassification`\), trained on Stripes\.
 
-It comes from split federated learning: each client kept its data and ran the first 2 of the 4 blocks, a server
-ran the others\.
+It was trained by split federated learning: each client kept its data and ran the first 2 of the 4 blocks,
+and a server ran the others\.
 
 ## What was trained where
 
@@ -94,7 +94,7 @@ Set by `method="coef_j"` with `num_projections=2`, `curvature_bound=None`, `exac
 \| loss     \| NUMBER \|
 \| accuracy \| NUMBER \|
 
-Measured with the whole model on the evaluation data\.
+Measured with the unsplit model on the evaluation data\.
 
 !\[accuracy over rounds and over MiB\]\(curves\.png\)
 

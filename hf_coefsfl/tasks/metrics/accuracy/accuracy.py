@@ -20,5 +20,5 @@ class Accuracy(evaluate.Metric):
 
     def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
         if not predictions:
-            raise ValueError("Got no predictions: there is no accuracy of nothing. Give at least one.")
+            raise ValueError("Got no predictions, so there is no accuracy. Give at least one.")
         return {"accuracy": float(np.mean(np.asarray(predictions) == np.asarray(references)))}

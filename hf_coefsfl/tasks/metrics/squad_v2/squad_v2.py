@@ -1,4 +1,4 @@
-"""The metric of SQuAD v2.0: exact match and F1 of answers, where some questions have none."""
+"""The metric of SQuAD v2.0: exact match and F1 of answers; some questions have none."""
 
 # `evaluate` takes the first metric class it finds in this file and copies the file alone: import modules here, no
 # classes, and nothing of this package.
@@ -16,9 +16,9 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 _INPUTS = """
 predictions: a dict for each question: id, prediction_text ("" for no answer) and no_answer_probability.
-references: a dict for each question: id and answers, a dict of text and answer_start, both empty where there is none.
+references: a dict for each question: id and answers, a dict of text and answer_start, both empty if there is none.
 no_answer_threshold: a question with a higher no_answer_probability counts as left unanswered. Default: 1.0.
-Returns, in percent: exact and f1, the same with HasAns_ and NoAns_ for the questions with and without an answer (where
+Returns, in percent: exact and f1, the same with HasAns_ and NoAns_ for the questions with and without an answer (if
 there are any), best_exact and best_f1 with the thresholds that reach them; and the counts total.
 """
 
@@ -57,7 +57,7 @@ class SquadV2(evaluate.Metric):
             name: np.array([_best_of(score, golds[p["id"]], p["prediction_text"]) for p in predictions])
             for name, score in (("exact", exact_match), ("f1", token_f1))
         }
-        # A question left unanswered is right where there is no answer to give.
+        # A question left unanswered is right if it has no answer.
         final = {name: np.where(probability > no_answer_threshold, ~answerable, raw[name]) for name in raw}
         found: dict[str, float] = {}
         for prefix, chosen in (("", answerable | ~answerable), ("HasAns_", answerable), ("NoAns_", ~answerable)):
@@ -73,15 +73,17 @@ class SquadV2(evaluate.Metric):
 
 def _check_ids(predicted: list[str], asked: list[str]) -> None:
     if not asked:
-        raise ValueError("Got no questions: there is no score of nothing. Give at least one.")
+        raise ValueError("Got no questions, so there is no score. Give at least one.")
     for what, ids in (("predictions", predicted), ("references", asked)):
         twice = [name for name, count in collections.Counter(ids).items() if count > 1]
         if twice:
-            raise ValueError(f"The {what} have {len(twice)} ids more than once, {twice[0]!r} say. Give each id once.")
+            raise ValueError(
+                f"The {what} have {len(twice)} ids more than once, for instance {twice[0]!r}. Give each id once."
+            )
     missing = sorted(set(asked) - set(predicted))
     if missing:
         raise ValueError(
-            f"{len(missing)} of {len(asked)} references have no prediction, {missing[0]!r} say. Predict "
+            f"{len(missing)} of {len(asked)} references have no prediction, for instance {missing[0]!r}. Predict "
             "prediction_text='' for a question without an answer."
         )
 
@@ -92,7 +94,7 @@ def normalize_answer(text: str) -> str:
 
 
 def exact_match(gold: str, predicted: str) -> float:
-    """Return 1 where two texts are the same after normalisation, else 0."""
+    """Return 1 if two texts are the same after normalisation, else 0."""
     return float(normalize_answer(gold) == normalize_answer(predicted))
 
 
@@ -106,7 +108,7 @@ def token_f1(gold: str, predicted: str) -> float:
 
 
 def _best_of(score: typing.Callable[[str, str], float], golds: list[str], predicted: str) -> float:
-    # An answer of articles and punctuation only says nothing; where no other is left, saying nothing is right.
+    # An answer of articles and punctuation only says nothing; if no other is left, saying nothing is right.
     return max(score(gold, predicted) for gold in [gold for gold in golds if normalize_answer(gold)] or [""])
 
 
@@ -116,7 +118,7 @@ def best_threshold(
     """Return the best mean score in percent over thresholds on the no-answer probability, and that threshold.
 
     It starts from leaving every question unanswered and takes the given answers one by one, the surest first: each
-    adds its score where there is an answer, and costs 1 where there is none but one was given. As in the authors'
+    adds its score if there is an answer, and costs 1 if there is none but one was given. As in the authors'
     script, questions of equal probability are taken in the order given, and each may be the last one taken.
 
     Args:
