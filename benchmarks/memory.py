@@ -34,9 +34,11 @@ from hf_coefsfl.methods import Method, make_method
 from hf_coefsfl.methods.parts.costs import RoundKind
 from hf_coefsfl.protocol.client_side import ClientSide
 from hf_coefsfl.protocol.context import RoundContext
+from hf_coefsfl.protocol.link import packed_upload
 from hf_coefsfl.protocol.messages import Feedback, Message, SmashedData
 from hf_coefsfl.protocol.packing import Exchange, Store
 from hf_coefsfl.protocol.server_side import ServerSide
+from hf_coefsfl.protocol.wire import read_message, write_message
 from hf_coefsfl.split.lora import default_lora
 
 MODELS = {"vit-tiny": 100, "distilroberta": 3}  # with their number of classes
@@ -113,11 +115,11 @@ class OtherSide:
     def upload(self, batches: Sequence[int] | None = None) -> Exchange[SmashedData]:
         """Return copies of the message, a sample for each that the batch should have."""
         places = range(self.num_batches) if batches is None else batches
-        return Exchange[SmashedData](self.store).extend(repeated(self.message, self.sizes[place]) for place in places)
+        return Exchange.of((repeated(self.message, self.sizes[place]) for place in places), self.store)
 
     def stage(self, messages: Iterable[Message]) -> Exchange[Message]:
         """Keep messages as they would be for sending."""
-        return Exchange[Message](self.store).extend(messages)
+        return Exchange.of(messages, self.store)
 
     def update(self, messages: Sequence[Message] | None = None, batches: Sequence[int] | None = None) -> None:
         """Do nothing: this is another process's work."""
@@ -147,17 +149,17 @@ def run_side(case: dict[str, Any], folder: Path) -> None:
     samples: Samples = pickle.loads((folder / "samples").read_bytes())  # of this program's own making
     sizes = Round(case["num_samples"], case["batch_size"]).sizes
     if case["part"] == "server":
-        message = SmashedData.from_bytes((folder / "message").read_bytes())
+        message = read_message(folder / "message", SmashedData)
         method.round(OtherSide(message, sizes), ServerSide(half, optimizer, setting, samples.loss_spec))
         return
     client = ClientSide(half, samples.batches(sizes), optimizer, setting, samples.loss_spec)
     if method.name == "vanilla":
         for place in range(len(sizes)):
-            (data,) = client.pack(method.upload(client, [place]), lasting=False)
+            (data,) = packed_upload(method, client, [place])
             method.update(client, [feedback(method, data)], [place])
         return
-    sent = method.upload(client, None)
-    method.update(client, Exchange[Message](setting.store).extend(feedback(method, data) for data in sent), None)
+    sent = packed_upload(method, client, None)
+    method.update(client, Exchange.of((feedback(method, data) for data in sent), setting.store), None)
 
 
 def child(case: dict[str, Any]) -> int:
@@ -198,7 +200,7 @@ def save_sides(case: dict[str, Any], folder: Path) -> None:
         half.save_pretrained(folder / half.side)
     (folder / "samples").write_bytes(pickle.dumps(samples))
     with torch.no_grad():
-        (folder / "message").write_bytes(split.client(**samples.batch(1)).to_bytes())
+        write_message(split.client(**samples.batch(1)), folder / "message")
 
 
 def row_of(case: dict[str, Any], cost: CostModel) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from ..protocol.context import Observations
-from ..protocol.link import FinishedLink
+from ..protocol.link import ClientLink
 from ..protocol.meter import Meter
 from ..protocol.server_side import ServerSide
 
@@ -47,7 +47,7 @@ class ClientReport:
         return cls(num_samples, nothing, nothing, nothing, nothing, Meter(), 0.0, 0.0, {}, reason)
 
     @classmethod
-    def of(cls, link: FinishedLink, server: ServerSide, seconds: float, num_samples: int) -> ClientReport:
+    def of(cls, link: ClientLink, server: ServerSide, seconds: float, num_samples: int) -> ClientReport:
         """Report on a finished round that took `seconds` on both sides together."""
         client, seen = link.observed, server.observed
         server_loss = seen.mean("loss")

@@ -139,9 +139,8 @@ class Simulation(ServerRounds):
         link = LocalLink(method, client_side)
         start = time.perf_counter()
         method.round(link, server_side)
-        link.meter.federate(self.client_parameters, method.federated())
-        for side in (client_side, server_side):
-            side.finish()
+        link.finish()
+        server_side.finish()
         synchronize(self.args.device)
         seconds = time.perf_counter() - start
         return ClientReport.of(link, server_side, seconds, self.federation.sizes[client])

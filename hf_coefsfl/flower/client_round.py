@@ -7,26 +7,37 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..federation.schedule import local_optimizer, make_context
 from ..methods import Method
 from ..protocol.client_side import ClientSide
-from ..protocol.messages import Feedback, Message, Parameters, SmashedData
+from ..protocol.link import packed_upload
+from ..protocol.messages import ClientResult, Feedback, Message, Parameters, SmashedData
 from ..protocol.packing import Exchange, Store
 from ..protocol.padding import kept_positions
 from ..protocol.seeds import preserved_random_state
-from ..protocol.wire import read_exchange, write_exchange
+from ..protocol.wire import read_exchange, read_message, write_exchange, write_message
 from .checks import copy_checked
 from .client_node import ClientNode
 from .wire import TransferError, text, whole
 
 _TENSORS, _STATE, _UPLOAD, _INITIAL = "round.safetensors", "round.json", "upload", "initial"
+
+
+@dataclass(frozen=True)
+class _Between(ClientResult):
+    """Where a client's round stands between two messages."""
+
+    kinds: ClassVar[dict[str, str]] = {**ClientResult.kinds, "federated": "auxiliary_models", "optimizer": "extras"}
+
+    federated: dict[str, Tensor] = field(default_factory=dict)
+    optimizer: dict[str, Tensor] = field(default_factory=dict)
 
 
 class ClientRound:
@@ -111,14 +122,12 @@ class ClientRound:
             (self.folder / name).unlink(missing_ok=True)
         if payload is None:
             raise TransferError("a round begins with weights, there are none")
-        received = Parameters.from_bytes(payload.read_bytes())
+        received = read_message(payload, Parameters)
         copy_checked(self.node.parameters, received.adapters)
         copy_checked(self.method.federated(), received.auxiliary)
 
     def _upload(self, batches: list[int] | None, outbox: Path) -> None:
-        made = self.method.upload(self.side, batches)
-        sent = made if isinstance(made, Exchange) else self.side.pack(made, lasting=batches is None)
-        write_exchange(sent, outbox)
+        write_exchange(packed_upload(self.method, self.side, batches), outbox)
         self.uploaded = batches
         for name in (_UPLOAD, *([_INITIAL] if batches is None else [])):  # other names of the same file
             (self.folder / name).unlink(missing_ok=True)
@@ -138,7 +147,7 @@ class ClientRound:
             self._check_feedback(messages, uploaded, [places[b] for b in walked])
         if batches is not None:  # the pass whose graph the update needs was another process's
             observed = {name: list(values) for name, values in self.side.observed.values.items()}
-            self.method.upload(self.side, self.uploaded)
+            packed_upload(self.method, self.side, self.uploaded)
             self.side.observed.values = observed
         self.method.update(self.side, messages, batches)
 
@@ -159,24 +168,18 @@ class ClientRound:
     def _finish(self, outbox: Path) -> None:
         """Leave the trained weights, and what was seen and kept on the way."""
         self.side.finish()
-        tensors = {f"adapters.{name}": p.detach() for name, p in self.node.parameters.items()}
-        tensors |= {f"kept.{name}": t for name, t in self.side.kept.items()}
-        save_file({n: t.cpu().contiguous() for n, t in (tensors | self._observed()).items()}, outbox)
+        write_message(ClientResult(**self._result()), outbox)
 
     # ---- Between two messages ----
 
     def _save(self) -> None:
-        tensors = {f"weights.{name}": p.detach() for name, p in self.node.parameters.items()} | self._observed()
-        tensors |= {f"kept.{name}": t for name, t in self.side.kept.items()}
-        tensors |= {f"federated.{name}": t.detach() for name, t in self.method.federated().items()}
+        tensors: dict[str, Tensor] = {}
         plain: dict[str, Any] = {}
         for place, state in self.side.optimizer.state_dict()["state"].items():
             for key, value in state.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer.{place}.{key}"] = value
-                else:
-                    plain[f"{place}.{key}"] = value
-        save_file({n: t.cpu().clone().contiguous() for n, t in tensors.items()}, self.folder / _TENSORS)
+                (tensors if isinstance(value, Tensor) else plain)[f"{place}.{key}"] = value
+        between = _Between(**self._result(), federated=self.method.federated(), optimizer=tensors)
+        write_message(between, self.folder / _TENSORS)
         state = {"token": self.token, "sequence": self.sequence, "uploaded": self.uploaded, "optimizer": plain}
         state["noise_seed"] = self.noise_seed
         (self.folder / _STATE).write_text(json.dumps(state))
@@ -189,17 +192,13 @@ class ClientRound:
                 f"{'this' if state.get('token') == self.token else 'another'} round"
             )
         self.uploaded = state["uploaded"]
-        kinds = ("weights", "observed", "kept", "federated", "optimizer")
-        found: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
-        for name, t in load_file(self.folder / _TENSORS).items():
-            kind, _, rest = name.partition(".")
-            found[kind][rest] = t.to(self.side.context.device)
-        copy_checked(self.node.parameters, found["weights"])
-        copy_checked(self.method.federated(), found["federated"])
-        self.side.kept = {name: t.cpu() for name, t in found["kept"].items()}
-        self.side.observed.values = {name: list(t.unbind()) for name, t in found["observed"].items()}
+        between = read_message(self.folder / _TENSORS, _Between, self.side.context.device)
+        copy_checked(self.node.parameters, between.adapters)
+        copy_checked(self.method.federated(), between.federated)
+        self.side.kept = {name: t.cpu() for name, t in between.kept.items()}
+        self.side.observed.values = {name: list(t.unbind()) for name, t in between.observed.items()}
         states: dict[int, dict[str, Any]] = {}
-        for name, value in (found["optimizer"] | state["optimizer"]).items():
+        for name, value in (between.optimizer | state["optimizer"]).items():
             place, _, key = name.partition(".")
             states.setdefault(int(place), {})[key] = value
         whole_state = self.side.optimizer.state_dict()
@@ -207,8 +206,10 @@ class ClientRound:
         if (self.folder / _INITIAL).exists():
             self.side.initial = self._read_own(_INITIAL)
 
-    def _observed(self) -> dict[str, Tensor]:
-        return {f"observed.{name}": torch.stack(values) for name, values in self.side.observed.values.items()}
+    def _result(self) -> dict[str, Any]:
+        """Return the fields of a `ClientResult`."""
+        observed = {name: torch.stack(values) for name, values in self.side.observed.values.items()}
+        return {"adapters": dict(self.node.parameters), "kept": self.side.kept, "observed": observed}
 
     def _read_own(self, name: str) -> Exchange[Any]:
         """Return what this client has uploaded."""

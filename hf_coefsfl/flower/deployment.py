@@ -223,8 +223,7 @@ class Deployment(ServerRounds):
         channel = Channel(
             self.courier, member.node, deadline, header, self.folder, self.chunk_size, self.max_payload, title
         )
-        method = self.methods.of_round(shared.index)
-        return FlowerLink(method, channel, context, self.check, shared.turn, shared.weights, member.num_samples)
+        return FlowerLink(channel, context, self.check, shared.turn, shared.weights, member.num_samples)
 
 
 def _snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..federation.averaging import flatten, unflatten_
-from ..methods import Method
-from ..protocol.context import Observations, RoundContext
-from ..protocol.messages import Message, Parameters, SmashedData
-from ..protocol.meter import Meter
+from ..protocol.context import RoundContext
+from ..protocol.link import ClientLink
+from ..protocol.messages import ClientResult, Message, Parameters, SmashedData
 from ..protocol.packing import Exchange
 from ..protocol.padding import kept_positions
-from ..protocol.wire import read_exchange, write_exchange
+from ..protocol.wire import read_exchange, read_message, write_exchange, write_message
 from .channel import Channel
 from .checks import UploadCheck, check_observed, check_tensors
 from .wire import TransferError, whole
@@ -71,14 +68,13 @@ class Turn:
         self.seconds[client] = self.seconds.get(client, 0.0) + time.perf_counter() - self._since
 
 
-class FlowerLink:
+class FlowerLink(ClientLink):
     """The client is on the other side of a channel.
 
     Updates of single batches wait for the next upload and go with it: one message each way for a batch. The update of
     the whole round starts at once, in the background.
 
     Args:
-        method: of the round.
         channel: to the client.
         context: of the round.
         check: what an upload must be.
@@ -89,7 +85,6 @@ class FlowerLink:
 
     def __init__(
         self,
-        method: Method,
         channel: Channel,
         context: RoundContext,
         check: UploadCheck,
@@ -97,17 +92,12 @@ class FlowerLink:
         weights: Parameters,
         num_samples: int,
     ):
-        self.method, self.channel, self.context, self.check, self.turn = method, channel, context, check, turn
+        super().__init__(context)
+        self.channel, self.check, self.turn = channel, check, turn
         self.weights, self.num_samples = weights, num_samples
-        self.local_epochs = context.local_epochs
-        self.meter = Meter()
-        self.client_seconds = 0.0
-        self.observed = Observations()
-        self.kept: dict[str, Tensor] = {}
         self.trained: dict[str, Tensor] = {}
         self._num_batches: int | None = None
         self._ahead: Exchange[SmashedData] | None = None  # batch 0, if it was uploaded before it was asked for
-        self._positions: dict[int, Tensor | None] = {}
         self._waiting: list[dict[str, Any]] = []
         self._payload: Path | None = None
         self._finishing: Future[None] | None = None
@@ -116,21 +106,17 @@ class FlowerLink:
     def num_batches(self) -> int:
         """How many batches the client has. Where nothing has told so yet, the first is uploaded ahead, which does."""
         if self._num_batches is None:
-            self._ahead = self._fetch([0])
+            self._ahead = self._ask_for([0])
         assert self._num_batches is not None
         return self._num_batches
 
-    def upload(self, batches: Sequence[int] | None = None) -> Sequence[SmashedData]:
-        """Ask for the smashed data of some batches, or of the whole round (None)."""
+    def fetch(self, batches: Sequence[int] | None) -> Exchange[SmashedData]:
+        """Have the client upload; batch 0 may be here already."""
         asked = None if batches is None else list(batches)
         ahead, self._ahead = self._ahead, None
-        sent = ahead if ahead is not None and asked == [0] else self._fetch(asked)
-        self._positions |= {b: sent.kept(i) for i, b in enumerate(asked if asked is not None else range(len(sent)))}
-        self.meter.transfers += 1
-        self.meter.count(self.meter.up, sent)
-        return sent
+        return ahead if ahead is not None and asked == [0] else self._ask_for(asked)
 
-    def _fetch(self, asked: list[int] | None) -> Exchange[SmashedData]:
+    def _ask_for(self, asked: list[int] | None) -> Exchange[SmashedData]:
         with self.turn.given_up(self.context.client):
             path = self._step([{"do": "upload", "batches": asked}])
             if path is None:
@@ -148,25 +134,13 @@ class FlowerLink:
             self.check.exchange(sent, self._num_batches if asked is None else len(asked))
         return sent
 
-    def stage(self, messages: Iterable[Message]) -> Sequence[Message]:
-        """Pack messages for the whole round, one for each batch."""
-        return self._pack(messages, None)
-
-    def _pack(self, messages: Iterable[Message], batches: Sequence[int] | None) -> Exchange[Message]:
-        places = range(self.num_batches) if batches is None else batches
-        packed: Exchange[Message] = Exchange(self.context.store, lasting=batches is None)
-        return packed.extend(messages, (self._positions.get(batch) for batch in places))
-
-    def update(self, messages: Sequence[Message] | None = None, batches: Sequence[int] | None = None) -> None:
-        """Have the client do its local updates with what is sent down, if anything."""
+    def deliver(self, messages: Exchange[Message] | None, batches: Sequence[int] | None) -> None:
+        """Send down what there is, with the next message to the client; that of the whole round goes at once."""
         if messages is not None:
-            packed = messages if isinstance(messages, Exchange) else self._pack(messages, batches)
-            self.meter.transfers += 1
-            self.meter.count(self.meter.down, packed)
             if self._payload is not None:
                 raise RuntimeError("A round script sent two updates without an upload between them.")
             self._payload = self.channel.file("to")
-            write_exchange(packed, self._payload)
+            write_exchange(messages, self._payload)
         self._waiting.append({"do": "update", "batches": None if batches is None else list(batches)})
         if batches is None:
             self._finishing = _started(self._finish)
@@ -184,23 +158,14 @@ class FlowerLink:
         path = self._step([{"do": "finish"}], limit=2 * own + _REPORT)
         if path is None:
             raise TransferError("trained weights were asked for, none came")
-        found: dict[str, dict[str, Tensor]] = {"adapters": {}, "kept": {}, "observed": {}}
-        try:
-            tensors = load_file(path)
-        except SafetensorError as error:
-            raise TransferError(f"the trained weights are no safetensors file: {error}") from error
+        result = read_message(path, ClientResult)
         path.unlink()
-        for name, t in tensors.items():
-            kind, _, rest = name.partition(".")
-            if kind not in found:
-                raise TransferError(f"the trained weights hold {name!r}")
-            found[kind][rest] = t
-        check_tensors(self.weights.adapters, found["adapters"])
-        check_tensors(self.weights.auxiliary, found["kept"])
+        check_tensors(self.weights.adapters, result.adapters)
+        check_tensors(self.weights.auxiliary, result.kept)
         most = 8 * (self.local_epochs + 1) * (self._num_batches or 0) + len(self.weights.adapters)
-        check_observed(found["observed"], most)
-        self.trained, self.kept = found["adapters"], found["kept"]
-        self.observed.values = {name: list(t.unbind()) for name, t in found["observed"].items()}
+        check_observed(result.observed, most)
+        self.trained, self.kept = result.adapters, result.kept
+        self.observed.values = {name: list(t.unbind()) for name, t in result.observed.items()}
         self.meter.federate(self.weights.adapters, self.weights.auxiliary)
 
     def _step(self, calls: list[dict[str, Any]], limit: int | None = None) -> Path | None:
@@ -208,7 +173,7 @@ class FlowerLink:
         calls, self._waiting = [*self._waiting, *calls], []
         if self.channel.sequence == 0:
             payload = self.channel.file("weights")
-            payload.write_bytes(self.weights.to_bytes())
+            write_message(self.weights, payload)
         answer, received = self.channel.step(calls, payload, limit)
         count, samples = whole(answer, "num_batches"), whole(answer, "num_samples")
         if samples != self.num_samples:

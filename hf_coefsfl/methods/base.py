@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_type_hints
 
@@ -108,8 +108,11 @@ class Method:
         """Run one communication round with one client. Runs on the server."""
         raise NotImplementedError(f"{type(self).__name__} does not define a round.")
 
-    def upload(self, client: ClientSide, batches: Sequence[int] | None) -> Sequence[SmashedData]:
-        """Return the smashed data of the whole round (None), or of some batches, whose graph stays for `update`."""
+    def upload(self, client: ClientSide, batches: Sequence[int] | None) -> Iterable[SmashedData]:
+        """Return the smashed data of the whole round (None), or of some batches, whose graph stays for `update`.
+
+        The link packs it, one message at a time: a generator need not hold all of them.
+        """
         if batches is None:
             return client.exchange()
         return [client.smash(batch) for batch in batches]

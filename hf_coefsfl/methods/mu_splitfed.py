@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
@@ -126,10 +126,10 @@ class MUSplitFed(Method):
         return slope, mean
 
     @torch.no_grad()
-    def upload(self, client: ClientSide, batches: Sequence[int] | None) -> Sequence[SmashedData]:
-        """Return the probes of all batches, or of some. Runs on the client."""
-        places = range(len(client.batches)) if batches is None else batches
-        return client.pack((self._probe(client, walked) for walked in places), lasting=batches is None)
+    def upload(self, client: ClientSide, batches: Sequence[int] | None) -> Iterator[SmashedData]:
+        """Yield the probes of all batches, or of some. Runs on the client."""
+        for walked in range(len(client.batches)) if batches is None else batches:
+            yield self._probe(client, walked)
 
     def _probe(self, client: ClientSide, walked: int) -> Probes:
         batch = walked % len(client.batches)

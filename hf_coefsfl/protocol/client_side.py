@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,21 +40,20 @@ class ClientSide(Side):
 
         Batch 0 keeps its graph: at the first local update the weights, and so the pass, are still the same.
         """
-        self.initial = Exchange(self.context.store)
+        self.initial = self.pack(self._smash_all())
+        return self.initial
+
+    def _smash_all(self) -> Iterator[SmashedData]:
         for batch in range(len(self.batches)):
             with torch.set_grad_enabled(batch == 0):
                 smashed = self._smash(batch)
             if batch == 0:
                 self._first = smashed, self._versions()
-            self.initial.append(smashed.detach(), kept_positions(smashed, self.loss_spec))
-        return self.initial
+            yield smashed.detach()
 
     def pack(self, messages: Iterable[SmashedData], lasting: bool = True) -> Exchange[SmashedData]:
         """Return smashed data in the form in which it is sent."""
-        packed: Exchange[SmashedData] = Exchange(self.context.store, lasting)
-        for message in messages:
-            packed.append(message, kept_positions(message, self.loss_spec))
-        return packed
+        return Exchange.of(messages, self.context.store, lambda _, data: kept_positions(data, self.loss_spec), lasting)
 
     def smash(self, batch: int) -> SmashedData:
         """Run the client half on a batch, keep its graph for `descend`, and return what is sent."""

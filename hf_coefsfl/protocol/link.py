@@ -1,9 +1,9 @@
-"""How a round script reaches a client."""
+"""How the server's round script reaches a client: what goes either way is packed and metered here."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -11,26 +11,60 @@ import torch
 from torch import Tensor
 
 from .client_side import ClientSide
-from .context import Observations
+from .context import Observations, RoundContext
 from .messages import Message, SmashedData
 from .meter import Meter
 from .packing import Exchange
 
 
-class ClientLink(Protocol):
-    """A client as the server sees it. A call that carries messages is one transfer over the cut."""
+class ClientHandlers(Protocol):
+    """The client's part of a method: what a link calls there."""
 
-    local_epochs: int
+    def upload(self, client: ClientSide, batches: Sequence[int] | None) -> Iterable[SmashedData]:
+        """Return the smashed data of the whole round (None), or of some batches."""
+
+    def update(self, client: ClientSide, messages: Sequence[Message] | None, batches: Sequence[int] | None) -> None:
+        """Do local updates with what was sent down, if anything."""
+
+    def federated(self) -> Mapping[str, Tensor]:
+        """Return the weights that are averaged beside the adapter."""
+
+
+def packed_upload(method: ClientHandlers, client: ClientSide, batches: Sequence[int] | None) -> Exchange[SmashedData]:
+    """Run the method's upload on the client and return what it sends."""
+    return client.pack(method.upload(client, batches), lasting=batches is None)
+
+
+class ClientLink:
+    """A client as the server sees it. A call that carries messages is one transfer over the cut.
+
+    Subclasses reach the client, by `fetch`, `deliver` and `finish`.
+    """
+
+    def __init__(self, context: RoundContext):
+        self.context, self.local_epochs = context, context.local_epochs
+        self.meter = Meter()
+        self.client_seconds = 0.0
+        self.observed = Observations()  # complete after `finish`, as is `kept`
+        self.kept: dict[str, Tensor] = {}  # what the method keeps of the client's round
+        self._positions: dict[int, Tensor | None] = {}  # the token positions of each batch that hold anything
 
     @property
     def num_batches(self) -> int:
         """How many batches the client has in this round."""
+        raise NotImplementedError
 
     def upload(self, batches: Sequence[int] | None = None) -> Sequence[SmashedData]:
         """Ask for the smashed data of some batches, or of the whole round (None)."""
+        sent = self.fetch(batches)
+        self._positions |= {b: sent.kept(i) for i, b in enumerate(range(len(sent)) if batches is None else batches)}
+        self.meter.transfers += 1
+        self.meter.count(self.meter.up, sent)
+        return sent
 
     def stage(self, messages: Iterable[Message]) -> Sequence[Message]:
         """Make a message for each batch ready for a later `update`, one by one: they need not fit into memory."""
+        return self._pack(messages, None)
 
     def update(self, messages: Sequence[Message] | None = None, batches: Sequence[int] | None = None) -> None:
         """Have the client do its local updates with what is sent down, if anything.
@@ -38,81 +72,66 @@ class ClientLink(Protocol):
         That of the whole round (None) is the last call, and need not be over when it returns: the server goes on with
         its own updates while the client trains.
         """
-
-
-class ClientHandlers(Protocol):
-    """What a client does of a method's round: what a link calls there."""
-
-    def upload(self, client: ClientSide, batches: Sequence[int] | None) -> Sequence[SmashedData]:
-        """Return the smashed data of the whole round (None), or of some batches."""
-
-    def update(self, client: ClientSide, messages: Sequence[Message] | None, batches: Sequence[int] | None) -> None:
-        """Do local updates with what was sent down, if anything."""
-
-
-class FinishedLink(Protocol):
-    """What a link knows of the client once the round is over."""
-
-    meter: Meter
-    client_seconds: float
-    observed: Observations
-
-    @property
-    def kept(self) -> dict[str, Tensor]:
-        """What the method keeps of the client's round."""
-
-
-class LocalLink:
-    """The client is an object in this process."""
-
-    def __init__(self, method: ClientHandlers, client: ClientSide):
-        self.method, self.client = method, client
-        self.num_batches = len(client.batches)
-        self.local_epochs = client.context.local_epochs
-        self.meter = Meter()
-        self.client_seconds = 0.0
-        self.observed: Observations = client.observed
-        self._kept: dict[int, Tensor | None] = {}  # the token positions of each batch that hold anything
-
-    def upload(self, batches: Sequence[int] | None = None) -> Sequence[SmashedData]:
-        """Run the method's upload on the client and meter what it sends."""
-        with self._clock():
-            made = self.method.upload(self.client, batches)
-            sent = made if isinstance(made, Exchange) else self.client.pack(made, lasting=batches is None)
-        self._kept |= {b: sent.kept(i) for i, b in enumerate(batches if batches is not None else range(len(sent)))}
-        self.meter.transfers += 1
-        self.meter.count(self.meter.up, sent)
-        return sent
-
-    def stage(self, messages: Iterable[Message]) -> Exchange[Message]:
-        """Pack messages for the whole round, one for each batch."""
-        return self._pack(messages, None)
+        packed = None if messages is None else self._pack(messages, batches)
+        if packed is not None:
+            self.meter.transfers += 1
+            self.meter.count(self.meter.down, packed)
+        self.deliver(packed, batches)
 
     def _pack(self, messages: Iterable[Message], batches: Sequence[int] | None) -> Exchange[Message]:
         places = range(self.num_batches) if batches is None else batches
-        packed: Exchange[Message] = Exchange(self.client.context.store, lasting=batches is None)
-        return packed.extend(messages, (self._kept.get(batch) for batch in places))
+        store = self.context.store
+        return Exchange.of(messages, store, lambda i, _: self._positions.get(places[i]), lasting=batches is None)
 
-    def update(self, messages: Sequence[Message] | None = None, batches: Sequence[int] | None = None) -> None:
-        """Meter what is sent down and run the method's update on the client."""
-        if messages is not None:
-            messages = messages if isinstance(messages, Exchange) else self._pack(messages, batches)
-            self.meter.transfers += 1
-            self.meter.count(self.meter.down, messages)
+    def fetch(self, batches: Sequence[int] | None) -> Exchange[SmashedData]:
+        """Return the client's upload."""
+        raise NotImplementedError
+
+    def deliver(self, messages: Exchange[Message] | None, batches: Sequence[int] | None) -> None:
+        """Give the client what it is sent, and have it do its local updates."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Wait for the end of the client's round; meter the weights of federated averaging."""
+        raise NotImplementedError
+
+
+class LocalLink(ClientLink):
+    """The client is an object in this process."""
+
+    def __init__(self, method: ClientHandlers, client: ClientSide):
+        super().__init__(client.context)
+        self.method, self.client = method, client
+        self.observed = client.observed
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches the client has in this round."""
+        return len(self.client.batches)
+
+    def fetch(self, batches: Sequence[int] | None) -> Exchange[SmashedData]:
+        """Run the method's upload on the client."""
+        with self._clock():
+            return packed_upload(self.method, self.client, batches)
+
+    def deliver(self, messages: Exchange[Message] | None, batches: Sequence[int] | None) -> None:
+        """Run the method's update on the client."""
         with self._clock():
             self.method.update(self.client, messages, batches)
 
-    @property
-    def kept(self) -> dict[str, Tensor]:
-        """What the method keeps of the client's round."""
-        return self.client.kept
+    def finish(self) -> None:
+        """Note whether the client's weights came out finite; meter the weights of federated averaging."""
+        self.client.finish()
+        self.kept = self.client.kept
+        trained = {name: p for name, p in self.client.half.named_parameters() if p.requires_grad}
+        self.meter.federate(trained, self.method.federated())
 
     @contextmanager
     def _clock(self) -> Iterator[None]:
-        synchronize(self.client.context.device)
+        synchronize(self.context.device)
         start = time.perf_counter()
         yield
-        synchronize(self.client.context.device)
+        synchronize(self.context.device)
         self.client_seconds += time.perf_counter() - start
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 M = TypeVar("M", bound="Message")
@@ -58,34 +56,6 @@ class Message:
         """Return what is sent: the same values, off the sender's graph."""
         return self.map(torch.Tensor.detach)
 
-    def to_bytes(self) -> bytes:
-        """Return the message as safetensors bytes: tensors, and their metadata as JSON text."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.kinds}
-        tensors = {name: t.detach().contiguous().cpu() for name, t in self.tensors().items()}
-        return save(tensors, metadata={"type": type(self).__name__, "plain": json.dumps(plain)})
-
-    @classmethod
-    def from_bytes(cls: type[M], data: bytes) -> M:
-        """Read what `to_bytes` of the same class wrote. Nothing is unpickled."""
-        # The header: its length in 8 bytes, then JSON. safetensors' own reader checks sizes and offsets.
-        tensors = load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        metadata = header.get("__metadata__", {})
-        if metadata.get("type") != cls.__name__:
-            raise ValueError(f"Expected a {cls.__name__} message, got {metadata.get('type')!r}.")
-        values: dict[str, Any] = {
-            name: {k: tuple(v) for k, v in value.items()} for name, value in json.loads(metadata["plain"]).items()
-        }
-        for name, t in tensors.items():
-            field_name, _, key = name.partition(".")  # a key may hold further dots
-            if field_name not in cls.kinds:
-                raise ValueError(f"A {cls.__name__} message has no field {field_name!r}.")
-            if key:
-                values.setdefault(field_name, {})[key] = t
-            else:
-                values[field_name] = t
-        return cls(**values)
-
     def to(self: M, device: torch.device | str) -> M:
         """Return the message with its tensors on `device`."""
         return self.map(lambda t: t.to(device, non_blocking=True))
@@ -116,6 +86,17 @@ class Parameters(Message):
 
     adapters: dict[str, Tensor] = field(default_factory=dict)
     auxiliary: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ClientResult(Message):
+    """Uplink at the end of a round over a network: what the client's round has come to."""
+
+    kinds: ClassVar[dict[str, str]] = {"adapters": "adapters", "kept": "auxiliary_models", "observed": "extras"}
+
+    adapters: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[str, Tensor] = field(default_factory=dict)  # what the method keeps of the client's round
+    observed: dict[str, Tensor] = field(default_factory=dict)  # scalars seen during the round
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, repeat
 from typing import IO, Any, Generic, TypeVar, overload
 
 import torch
@@ -16,8 +15,10 @@ from torch import Tensor
 from .messages import Message
 
 M = TypeVar("M", bound=Message)
+Kept = Callable[[int, M], Tensor | None]  # of message i: the token positions (b, T) that hold anything; None: all
 EXCHANGE_DTYPES = ("float32", "bfloat16", "float16", "int8")
 _HEADINGS = ("smashed_data", "gradients", "curvature")  # of what is packed; the rest is small and goes as it is
+_ALIGNMENT = 64  # bytes, of the memory that PyTorch allocates
 _LARGEST = 2.0**15  # to which float16 values are scaled
 
 
@@ -88,11 +89,11 @@ class Mapped:
     dtype: torch.dtype
 
     def read(self) -> Tensor:
-        """Return the values; a place in a file that suits no mapping or no dtype costs a copy."""
+        """Return the values; those at an odd place in a file are copied, because sums may depend on the address."""
         ahead = self.start % mmap.ALLOCATIONGRANULARITY
         mapping = mmap.mmap(self.file.fileno(), self.size + ahead, access=mmap.ACCESS_COPY, offset=self.start - ahead)
         found = torch.frombuffer(mapping, dtype=torch.uint8, offset=ahead)
-        return (found.clone() if ahead % self.dtype.itemsize else found).view(self.dtype).view(self.shape)
+        return (found.clone() if ahead % _ALIGNMENT else found).view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,18 @@ class Exchange(Sequence[M]):
         self.packed: list[Packed[M]] = []
         self._read: tuple[int, M] | None = None  # the last one: it is often asked for twice
 
+    @classmethod
+    def of(
+        cls, messages: Iterable[M], store: Store, kept: Kept[M] = lambda i, message: None, lasting: bool = True
+    ) -> Exchange[M]:
+        """Pack messages as they come; those that are an exchange are packed already."""
+        if isinstance(messages, Exchange):
+            return messages
+        packed = cls(store, lasting)
+        for i, message in enumerate(messages):
+            packed.append(message, kept(i, message))
+        return packed
+
     def append(self, message: M, kept: Tensor | None = None) -> None:
         """Pack a message; `kept` says which token positions (b, T) hold anything."""
         kept = self.store.positions(kept)
@@ -171,12 +184,6 @@ class Exchange(Sequence[M]):
         packed = {name: self._pack(t, places) for name, t in message.tensors().items() if _is_packed(message, name, t)}
         empty: dict[str, Any] = dict.fromkeys(packed)
         self.packed.append(Packed(replace(message, **empty), packed, kept))
-
-    def extend(self, messages: Iterable[M], kept: Iterable[Tensor | None] = ()) -> Exchange[M]:
-        """Pack messages as they come, each with the positions that are kept of it; return all of them."""
-        for message, positions in zip(messages, chain(kept, repeat(None)), strict=False):
-            self.append(message, positions)
-        return self
 
     def _pack(self, t: Tensor, places: Places | None) -> PackedTensor:
         if places is not None and (t.shape[0], t.shape[-2]) != places.shape:

@@ -1,4 +1,4 @@
-"""An exchange as a safetensors file: how it is sent, and how it comes out of a file that others have written.
+"""Messages as a safetensors file: how they are sent, and how they come out of a file that others have written.
 
 Both directions keep one message at a time in memory. Nothing is unpickled, and nothing larger than what the file
 holds is allocated: whatever does not fit its declaration is refused with a ValueError.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import IO, Any
@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .messages import M, Message
-from .packing import Exchange, Mapped, Packed, PackedTensor, Places, Store
+from .packing import Exchange, Kept, Mapped, Packed, PackedTensor, Places, Store
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -29,6 +29,17 @@ _SCALE = ":scale"
 _BLOCK = 1 << 22  # bytes written at once
 _MOST_HEADER = 1 << 24  # bytes
 _MOST_BESIDE = 1 << 26  # bytes of a message that are not packed
+
+
+def write_message(message: Message, path: Path) -> None:
+    """Write one message as it is."""
+    write_exchange(Exchange.of([message], Store()), path)
+
+
+def read_message(path: Path, kind: type[M], device: torch.device = torch.device("cpu")) -> M:
+    """Return the message in a file, all of it in memory."""
+    (message,) = read_exchange(path, kind, Store(), device=device, most=1, most_beside=path.stat().st_size)
+    return message
 
 
 def write_exchange(exchange: Exchange[Any], path: Path) -> None:
@@ -81,9 +92,10 @@ def read_exchange(
     path: Path,
     kind: type[M],
     store: Store,
-    kept: Callable[[int, M], Tensor | None],
+    kept: Kept[M] = lambda i, message: None,
     device: torch.device = torch.device("cpu"),
     most: int | None = None,
+    most_beside: int = _MOST_BESIDE,
 ) -> Exchange[M]:
     """Return the exchange in a file; what is large stays there until it is read.
 
@@ -95,6 +107,7 @@ def read_exchange(
             has its declared shape and no content there.
         device: where messages are unpacked.
         most: messages that the file may hold.
+        most_beside: bytes that a message may have beside its packed tensors, which may have four times their own.
     """
     with path.open("rb") as start:
         if int.from_bytes(start.read(8), "little") > _MOST_HEADER:
@@ -112,7 +125,7 @@ def read_exchange(
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
         messages = _by_message(header, len(told))
-        reader = _Reader(file, 8 + length, header, store, device)
+        reader = _Reader(file, 8 + length, header, store, device, most_beside)
         exchange: Exchange[M] = Exchange(store)
         for place, (plain, names) in enumerate(zip(told, messages, strict=True)):
             exchange.packed.append(reader.message(_known(kind, metadata.get("kind")), place, plain, names, kept))
@@ -144,8 +157,11 @@ def _by_message(header: dict[str, Any], count: int) -> list[list[str]]:
 
 
 class _Reader:
-    def __init__(self, file: IO[bytes], data: int, header: dict[str, Any], store: Store, device: torch.device):
-        self.file, self.data, self.header, self.store, self.device = file, data, header, store, device
+    def __init__(
+        self, file: IO[bytes], data: int, header: dict[str, Any], store: Store, device: torch.device, most_beside: int
+    ):
+        self.file, self.data, self.header, self.store = file, data, header, store
+        self.device, self.most_beside = device, most_beside
 
     def tensor(self, name: str) -> Tensor | Mapped:
         entry = self.header[name]
@@ -159,9 +175,7 @@ class _Reader:
         found = self.tensor(name)
         return (found if isinstance(found, Tensor) else found.read().clone()).to(self.device)
 
-    def message(
-        self, kind: type[M], place: int, told: Any, names: list[str], kept: Callable[[int, M], Tensor | None]
-    ) -> Packed[M]:
+    def message(self, kind: type[M], place: int, told: Any, names: list[str], kept: Kept[M]) -> Packed[M]:
         values: dict[str, Any] = {
             name: {key: tuple(map(int, shape)) for key, shape in shapes.items()}
             for name, shapes in told["plain"].items()
@@ -169,7 +183,7 @@ class _Reader:
         shapes = {name: torch.Size(entry["shape"]) for name, entry in told["packed"].items()}
         sizes = {name: self.header[name]["data_offsets"][1] - self.header[name]["data_offsets"][0] for name in names}
         large = sum(size for name, size in sizes.items() if name.split(".", 1)[1] in shapes)
-        if sum(sizes.values()) - large > _MOST_BESIDE + 4 * large:
+        if sum(sizes.values()) - large > self.most_beside + 4 * large:
             raise ValueError(f"message {place} has more beside its packed tensors than in them")
         for name in names:
             field, _, key = name.split(".", 1)[1].partition(".")

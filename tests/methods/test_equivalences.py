@@ -6,7 +6,6 @@ import torch
 from hf_coefsfl.methods import make_method
 from hf_coefsfl.protocol.link import LocalLink
 from hf_coefsfl.protocol.loss import LossSpec
-from hf_coefsfl.protocol.messages import Feedback, SmashedData
 from tests.support.toy import CAUSAL, CLASSIFICATION, REGRESSION, SPANS, TOKENS, toy_sides
 from tests.support.wire_link import WireLink
 
@@ -129,8 +128,3 @@ def test_clipping_bounds_both_sides() -> None:
 def test_bad_options_are_refused(name: str, kwargs: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_method(name, kwargs)
-
-
-def test_messages_of_another_type_are_refused() -> None:
-    with pytest.raises(ValueError, match="Expected a Feedback message, got 'SmashedData'"):
-        Feedback.from_bytes(SmashedData(torch.zeros(2)).to_bytes())

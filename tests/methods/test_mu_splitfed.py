@@ -22,6 +22,7 @@ from tests.support.federated import images, rounds, same, texts, tiny_bert, tiny
 from tests.support.selection import slow_except
 from tests.support.slopes import double_sides, generator, run, values
 from tests.support.toy import CLASSIFICATION, SPANS, toy_sides
+from tests.support.wire_link import WireLink
 
 # ---- A round ----
 
@@ -120,16 +121,6 @@ def test_every_local_epoch_has_its_slope() -> None:
     assert link.meter.transfers == 2 and link.meter.down == {"gradients": 4 * 3 * 4}
 
 
-class WireLink(LocalLink):
-    """Every message goes through bytes."""
-
-    def upload(self, batches: Any = None) -> list[SmashedData]:
-        return [type(m).from_bytes(m.to_bytes()) for m in super().upload(batches)]
-
-    def update(self, messages: Any = None, batches: Any = None) -> None:
-        super().update([type(m).from_bytes(m.to_bytes()) for m in messages], batches)
-
-
 def test_the_wire_changes_nothing() -> None:
     results = []
     for link in (LocalLink, WireLink):
@@ -154,7 +145,7 @@ def test_uploading_leaves_the_client_as_it_was() -> None:
     client, _ = toy_sides(CLASSIFICATION, 2)
     before = values(client)
     method = MUSplitFed()
-    first, second = method.upload(client, None), method.upload(client, None)
+    first, second = list(method.upload(client, None)), list(method.upload(client, None))
     assert all(torch.equal(a, b) for a, b in zip(before, values(client), strict=True))
     for a, b in zip(first, second, strict=True):
         assert isinstance(a, Probes) and isinstance(b, Probes)

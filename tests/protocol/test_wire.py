@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hf_coefsfl.protocol.messages import Feedback, Message, SmashedData
+from hf_coefsfl.protocol.messages import Feedback, Message, Parameters, SmashedData
 from hf_coefsfl.protocol.packing import EXCHANGE_DTYPES, Exchange, Store
-from hf_coefsfl.protocol.wire import read_exchange, write_exchange
+from hf_coefsfl.protocol.wire import read_exchange, read_message, write_exchange, write_message
 from tests.support.paths import ROOT
 
 
@@ -39,7 +39,7 @@ def mask_of(message: SmashedData) -> torch.Tensor | None:
 
 def packed(store: Store, messages: list[Any] | None = None) -> Exchange[Any]:
     messages = smashed() if messages is None else messages
-    return Exchange(store).extend(messages, map(mask_of, messages))
+    return Exchange.of(messages, store, lambda _, message: mask_of(message))
 
 
 def read(path: Path, store: Store) -> Exchange[SmashedData]:
@@ -126,7 +126,7 @@ def test_damaged_files_are_read_or_refused(tmp_path_factory: pytest.TempPathFact
 
 
 def test_messages_of_another_kind_are_refused(tmp_path: Path) -> None:
-    write_exchange(Exchange(Store()).extend([Feedback(torch.ones(2, 3, 4))]), tmp_path / "x")
+    write_exchange(Exchange.of([Feedback(torch.ones(2, 3, 4))], Store()), tmp_path / "x")
     assert isinstance(read_exchange(tmp_path / "x", Message, Store(), lambda *_: None)[0], Feedback)
     with pytest.raises(ValueError, match="SmashedData messages were expected, not 'Feedback'"):
         read(tmp_path / "x", Store())
@@ -138,7 +138,7 @@ def test_memory_is_that_of_one_message(tmp_path: Path) -> None:
 import torch
 from pathlib import Path
 from hf_coefsfl.protocol.packing import Exchange, Store
-from hf_coefsfl.protocol.wire import read_exchange, write_exchange
+from hf_coefsfl.protocol.wire import read_exchange, read_message, write_exchange, write_message
 from hf_coefsfl.flower.memory import return_freed_memory
 from hf_coefsfl.protocol.messages import SmashedData
 
@@ -162,3 +162,24 @@ print(peak() - before)
         pytest.skip("no /proc here")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
     assert float(done.stdout) < 80
+
+
+def test_what_is_read_lies_where_pytorch_would_put_it(tmp_path: Path) -> None:
+    """Matrix products at an odd address may round differently, and a deployment would differ from its simulation."""
+    write_exchange(Exchange.of([Feedback(torch.rand(3, 5, 7)) for _ in range(4)], Store()), tmp_path / "x")
+    found = read_exchange(tmp_path / "x", Feedback, Store())
+    assert [message.gradient.data_ptr() % 64 for message in found] == [0] * 4
+
+
+def test_one_message_is_read_whole(tmp_path: Path) -> None:
+    """However much of it is not packed, but never of another kind or number."""
+    sent = Parameters({"a.weight": torch.rand(5, 4), "b": torch.tensor(2.0)}, {"c": torch.ones(2, dtype=torch.bool)})
+    write_message(sent, tmp_path / "x")
+    found = read_message(tmp_path / "x", Parameters)
+    assert found.tensors().keys() == sent.tensors().keys()
+    assert all(torch.equal(found.tensors()[name], t) for name, t in sent.tensors().items())
+    with pytest.raises(ValueError, match="Feedback messages were expected, not 'Parameters'"):
+        read_message(tmp_path / "x", Feedback)
+    write_exchange(Exchange.of([sent, sent], Store()), tmp_path / "x")
+    with pytest.raises(ValueError, match="2 messages, at most 1"):
+        read_message(tmp_path / "x", Parameters)

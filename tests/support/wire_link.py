@@ -1,17 +1,34 @@
-"""A link whose messages go through bytes."""
+"""A link whose messages go through files."""
 
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from hf_coefsfl.protocol.link import LocalLink
 from hf_coefsfl.protocol.messages import Message, SmashedData
+from hf_coefsfl.protocol.packing import Exchange
+from hf_coefsfl.protocol.padding import kept_positions
+from hf_coefsfl.protocol.wire import read_exchange, write_exchange
 
 
 class WireLink(LocalLink):
-    """Every message goes through bytes."""
+    """Everything that crosses the cut is written to a file and read back, as over a network."""
 
-    def upload(self, batches: Sequence[int] | None = None) -> list[SmashedData]:
-        return [type(m).from_bytes(m.to_bytes()) for m in super().upload(batches)]
+    def fetch(self, batches: Sequence[int] | None) -> Exchange[SmashedData]:
+        sent = super().fetch(batches)
+        return self._carried(sent, SmashedData, lambda _, data: kept_positions(data, self.client.loss_spec))
 
-    def update(self, messages: Sequence[Message] | None = None, batches: Sequence[int] | None = None) -> None:
-        sent = None if messages is None else [type(m).from_bytes(m.to_bytes()) for m in messages]
-        super().update(sent, batches)
+    def deliver(self, messages: Exchange[Message] | None, batches: Sequence[int] | None) -> None:
+        if messages is not None:
+            places = range(self.num_batches) if batches is None else batches
+            messages = self._carried(messages, Message, lambda i, _: self._positions.get(places[i]))
+        super().deliver(messages, batches)
+
+    def _carried(self, sent: Exchange[Any], kind: type[Message], kept: Any) -> Exchange[Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "sent"
+            write_exchange(sent, path)
+            received = read_exchange(path, kind, self.context.store, kept, self.context.device)
+        assert received.nbytes() == sent.nbytes()
+        return received
