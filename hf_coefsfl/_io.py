@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that a reader, or a kill, never finds half of it."""
+def write_atomically(path: Path, content: str | bytes, sync: bool = False) -> None:
+    """Write a file so that a reader, or a kill, never finds half of it; `sync` waits until it is on the disk."""
     data = content.encode() if isinstance(content, str) else content
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:

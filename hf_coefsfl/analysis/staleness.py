@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from .._io import write_atomically
 from ..methods import METHODS, Method, ordered_methods
 from ..protocol.client_side import ClientSide
 from ..protocol.loss import OutputBlock
@@ -165,7 +166,7 @@ def summarize_probe(points: Sequence[ProbePoint]) -> dict[str, float]:
 
 def save_probe(points: Sequence[ProbePoint], path: Path) -> None:
     """Write the points as JSON."""
-    path.write_text(json.dumps([asdict(point) for point in points], indent=1) + "\n")
+    write_atomically(path, json.dumps([asdict(point) for point in points], indent=1) + "\n")
 
 
 def load_probe(path: Path) -> list[ProbePoint]:

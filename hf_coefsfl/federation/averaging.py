@@ -9,6 +9,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 from torch import Tensor
 
+from ..protocol.tensors import weighted_mean
+
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Return the tensors as one float32 vector."""
@@ -32,14 +34,12 @@ def federated_average(
     """Return Σₖ wₖ vₖ / Σₖ wₖ over the vectors vₖ (of `length` entries) of the clients that `weights` names.
 
     `mine` holds the vectors of the clients that this process trained; `owners` says which process
-    trained a client. The sum runs in client order, one client at a time: floating-point addition
-    is not associative, so only a fixed order gives the same bits for one process and for many.
+    trained a client. One vector of another process is in memory at a time.
     """
-    total = sum(weights.values())
-    mean = torch.zeros(length, device=accelerator.device)
-    for client, weight in sorted(weights.items()):
-        vector = mine[client] if client in mine else torch.empty(length, device=accelerator.device)
-        if accelerator.num_processes > 1:
-            vector = broadcast(vector, from_process=owners[client])
-        mean += vector * (weight / total)
-    return mean
+    clients = sorted(weights)
+
+    def vector(client: int) -> Tensor:
+        own = mine[client] if client in mine else torch.empty(length, device=accelerator.device)
+        return own if accelerator.num_processes == 1 else broadcast(own, from_process=owners[client])
+
+    return weighted_mean(map(vector, clients), [weights[client] for client in clients])

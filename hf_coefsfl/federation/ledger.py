@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from .._io import write_atomically
 from ..protocol.context import Observations
 from ..protocol.link import ClientLink
 from ..protocol.meter import Meter
@@ -141,11 +141,9 @@ class Ledger:
         return (sum(total.up.values()) + sum(total.down.values())) / 2**20
 
     def save(self, path: Path) -> None:
-        """Write the ledger as JSON, whole or not at all."""
-        partial = path.with_suffix(".partial")
+        """Write the ledger as JSON."""
         content = {"unit": "bytes", "total": asdict(self.total), "entries": self.entries}
-        partial.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(partial, path)
+        write_atomically(path, json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Ledger:

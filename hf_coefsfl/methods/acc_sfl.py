@@ -15,6 +15,7 @@ from ..protocol.link import ClientLink
 from ..protocol.loss import LossSpec
 from ..protocol.messages import Message
 from ..protocol.server_side import ServerSide
+from ..protocol.tensors import weighted_mean
 from .base import ClientState, Method, at_least, option
 from .parts.auxiliary import HEADS, AuxiliaryHead, check_head_loss
 
@@ -95,9 +96,6 @@ class AccSFL(Method):
     @torch.no_grad()
     def merge(self, kept: Sequence[ClientState]) -> None:
         """Average the heads, weighted by the clients' samples."""
-        total = sum(k.num_samples for k in kept)
+        samples = [client.num_samples for client in kept]
         for name, p in self.federated().items():
-            mean = torch.zeros_like(p)
-            for k in kept:  # one by one in client order: the same bits for any number of processes
-                mean += k.tensors[name].to(p.device) * (k.num_samples / total)
-            p.copy_(mean)
+            p.copy_(weighted_mean([client.tensors[name].to(p.device) for client in kept], samples))

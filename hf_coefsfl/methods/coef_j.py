@@ -12,6 +12,7 @@ from torch import Tensor
 from ..protocol.loss import LossSpec, OutputBlock
 from ..protocol.messages import Feedback, SmashedData
 from ..protocol.server_side import ServerSide, on_graph
+from ..protocol.tensors import over
 from .base import option
 from .reuse import GradientReuse
 
@@ -72,7 +73,7 @@ class CoeFJ(GradientReuse):
 
     def _directions(self, logits: Tensor, mask: Tensor, generator: torch.Generator) -> list[Tensor]:
         """Return the vᵣ, zero at outputs that do not enter the loss; elsewhere the mean of vᵣ vᵣᵀ is I."""
-        mask = mask.reshape(mask.shape + (1,) * (logits.ndim - mask.ndim))
+        mask = over(mask, logits)
         if not self.exact:
             shape, device = logits.shape, logits.device
             signs = (

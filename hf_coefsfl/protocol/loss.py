@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers.utils import find_labels
 
+from .tensors import over
+
 _IGNORED = -100
 # The losses of transformers, by what a label is of.
 LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM")
@@ -77,8 +79,7 @@ class OutputBlock:
             product = p * (1 - p) * tangent
         else:
             product = 2 * tangent
-        mask = self.mask.reshape(self.mask.shape + (1,) * (logits.ndim - self.mask.ndim))
-        return product * mask * self.weight.to(logits.dtype)
+        return product * over(self.mask, logits) * self.weight.to(logits.dtype)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .loss import SPANS, LossSpec
 from .messages import SmashedData
 from .modes import evaluating
+from .tensors import over
 
 
 def position_mask(smashed: SmashedData) -> Tensor | None:
@@ -68,8 +69,4 @@ def mirrored(smashed: SmashedData) -> SmashedData:
 
 def without_padding(t: Tensor, kept: Tensor | None) -> Tensor:
     """Return zeros in place of what is not kept of a tensor (b, T, ...)."""
-    return t if kept is None else t.masked_fill(~_over(kept, t), 0.0)
-
-
-def _over(mask: Tensor, full: Tensor) -> Tensor:
-    return mask.reshape(mask.shape + (1,) * (full.ndim - mask.ndim))
+    return t if kept is None else t.masked_fill(~over(kept, t), 0.0)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from .._io import to_json, write_atomically
+
 logger = logging.getLogger(__name__)
 SEAL_NAME = "sealed.json"
 
@@ -34,12 +36,7 @@ def seal(folder: Path) -> None:
         if path.is_file() and path.name != SEAL_NAME:
             name = path.relative_to(folder).as_posix()
             files[name] = {"bytes": path.stat().st_size, "sha256": _checksum(path)}
-    unfinished = folder / f"{SEAL_NAME}.partial"
-    with unfinished.open("w", encoding="utf-8") as file:
-        json.dump(files, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, folder / SEAL_NAME)
+    write_atomically(folder / SEAL_NAME, to_json(files), sync=True)
 
 
 def fault(folder: Path) -> str | None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints
 
 from .._bfloat16 import check_bfloat16
+from .._io import write_atomically
 from ..analysis.flops import RoundFlops
 from ..analysis.plots import can_plot, plot_partition
 from ..analysis.staleness import StalenessProbe, check_probe, load_probe, plot_probe, save_probe, summarize_probe
@@ -325,7 +326,7 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
             write_card(self, folder)  # over PEFT's
 
     def _save_arguments(self, folder: Path) -> None:
-        (folder / ARGS_NAME).write_text(json.dumps(self.args.to_dict(), indent=2, default=str) + "\n")
+        write_atomically(folder / ARGS_NAME, json.dumps(self.args.to_dict(), indent=2, default=str) + "\n")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint and seal it; only then are older ones deleted."""

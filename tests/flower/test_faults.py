@@ -47,7 +47,7 @@ def header_with(message: Message, reply: Message, **changes: Any) -> Message:
 def scaled(factor: float) -> Callable[[dict[str, Any]], None]:
     def change(tensors: dict[str, Any]) -> None:
         for name in tensors:
-            if name.endswith("activations") or name.startswith("adapters."):
+            if name.endswith("activations") or name.startswith("0.adapters."):
                 tensors[name] = tensors[name] * factor
 
     return change
@@ -55,7 +55,7 @@ def scaled(factor: float) -> Callable[[dict[str, Any]], None]:
 
 def first(kind: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
     def change(tensors: dict[str, Any]) -> None:
-        name = next(n for n in sorted(tensors) if n.endswith("activations") or n.startswith("adapters."))
+        name = next(n for n in sorted(tensors) if n.endswith("activations") or n.startswith("0.adapters."))
         tensors[name] = kind(tensors[name])
 
     return change
@@ -104,8 +104,11 @@ FAULTS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
     "labels of another type": (labels_or(lambda t: t.float()), "labels is torch.float32|seconds"),
     "labels of another shape": (labels_or(lambda t: t[:, None].clone()), "labels is torch.int64|seconds"),
     "labels beyond the classes": (labels_or(lambda t: t + 7), "outside 0..1|seconds"),
-    "strange context": (added("0.context.output_attentions", torch.ones(1, 1)), "crosses this cut|weights hold"),
-    "another mask": (added("0.context.attention_mask", torch.zeros(2, 5)), "0.activations has shape|only|weights hold"),
+    "strange context": (
+        added("0.context.output_attentions", torch.ones(1, 1)),
+        "crosses this cut|has no field 'context'",
+    ),
+    "another mask": (added("0.context.attention_mask", torch.zeros(2, 5)), "0.activations has shape|only|has no field"),
     "missing": (lambda m, r: reply_with(m, r, lambda t: t.pop(sorted(t)[0])), "KeyError|tensors came instead of"),
 }
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...protocol.tensors import over
+
 VARIANCE_FLOOR = 1e-5  # added at each update, so that no variance is zero
 
 
@@ -28,10 +30,10 @@ class Moments:
     def of(cls, activations: Tensor, mask: Tensor) -> Moments:
         """Return the moments of activations (n, T, *d) whose mask (n, T) says which positions are no padding."""
         # Padding may hold anything, even NaN, so it is blanked out rather than multiplied by zero.
-        padding = _like(~mask, activations)
+        padding = over(~mask, activations)
         values = activations.detach().float().masked_fill(padding, 0.0)
         count = mask.float().sum(0)
-        divisor = _like(count.clamp(min=1), values[0])
+        divisor = over(count.clamp(min=1), values[0])
         mean = values.sum(0) / divisor
         return cls(count, mean, (values - mean).square().masked_fill(padding, 0.0).sum(0) / divisor)
 
@@ -73,11 +75,11 @@ def combine(old: Moments, new: Moments, floor: float = VARIANCE_FLOOR) -> Moment
     old, new = old.lengthened(length), new.lengthened(length)
     weight = old.weight + new.weight
     # Where neither has been seen both weights, and so α, are zero.
-    alpha = _like(old.weight / weight.clamp(min=torch.finfo(weight.dtype).tiny), new.mean)
+    alpha = over(old.weight / weight.clamp(min=torch.finfo(weight.dtype).tiny), new.mean)
     mean = alpha * old.mean + (1 - alpha) * new.mean
     variance = alpha * (old.variance + (mean - old.mean).square())
     variance = variance + (1 - alpha) * (new.variance + (mean - new.mean).square())
-    return Moments(weight, mean, variance + floor * _like((new.weight > 0).float(), mean))
+    return Moments(weight, mean, variance + floor * over((new.weight > 0).float(), mean))
 
 
 def update(old: ClassStatistics, new: ClassStatistics, floor: float = VARIANCE_FLOOR) -> dict[int, Moments]:
@@ -117,8 +119,3 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> dict[int, Moments]:
 
 def _parts(moments: Moments) -> dict[str, Tensor]:
     return {"weight": moments.weight, "mean": moments.mean, "variance": moments.variance}
-
-
-def _like(positions: Tensor, full: Tensor) -> Tensor:
-    """Return a tensor over the leading dimensions of `full` so that it broadcasts over the others."""
-    return positions.reshape(positions.shape + (1,) * (full.ndim - positions.ndim))
