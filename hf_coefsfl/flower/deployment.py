@@ -30,12 +30,11 @@ from ..protocol.packing import Store
 from ..protocol.seeds import derive_seed, preserved_random_state
 from ..split import SplitModel
 from ..split.placeholders import unwrapped
-from .channel import Channel
 from .checks import UploadCheck
-from .courier import Cancelled, Courier, Deadline
 from .link import FlowerLink, Turn
 from .options import DeploymentOptions
 from .roster import Roster, one_line
+from .transport import Cancelled, Channel, Courier, Deadline
 
 logger = logging.getLogger(__name__)
 NOT_NEEDED = "not needed, enough others have answered"

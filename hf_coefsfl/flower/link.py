@@ -19,8 +19,8 @@ from ..protocol.messages import ClientResult, Message, Parameters, SmashedData
 from ..protocol.packing import Exchange
 from ..protocol.padding import kept_positions
 from ..protocol.wire import read_exchange, read_message, write_exchange, write_message
-from .channel import Channel
 from .checks import UploadCheck, check_observed, check_tensors
+from .transport import Channel
 from .wire import TransferError, whole
 
 _REPORT = 2**23  # bytes: room for the losses that come with the trained weights, and the names of all

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import __version__
-from .courier import Courier, Deadline
+from .transport import Courier, Deadline
 from .wire import PROTOCOL, TransferError, header_of, text, whole
 
 logger = logging.getLogger(__name__)

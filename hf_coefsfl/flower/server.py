@@ -17,11 +17,11 @@ from ..federation.sampling import num_sampled
 from ..tasks.run import checkpoint_of, complete, make_trainer
 from ..trainer.trainer import SplitFedTrainer
 from .client_node import fingerprint
-from .courier import Courier
 from .deployment import Deployment
 from .memory import return_freed_memory
 from .options import DeploymentOptions, read_run_config
 from .roster import Roster
+from .transport import Courier
 
 logger = logging.getLogger(__name__)
 server_app = ServerApp()

@@ -1,0 +1,219 @@
+"""How the server talks to clients over Flower's grid: a courier asks single questions, a channel runs a round.
+
+A question is answered once, in time, by the client that was asked. A round is a sequence of numbered steps, whose
+payloads of any size travel in chunks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Waiting
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+from tqdm.auto import tqdm
+
+from .wire import PROTOCOL, Incoming, Manifest, TransferError, chunk_of, content, header_of, read_chunk, whole
+
+logger = logging.getLogger(__name__)
+_POLL, _LONGEST_POLL = 0.05, 1.0  # seconds between two looks for an answer
+
+
+class Unanswered(Exception):
+    """A client gave no answer: too late, gone, or an error of its own."""
+
+
+class Cancelled(Exception):
+    """The answer is no longer needed."""
+
+
+class Deadline:
+    """Until when an answer counts, and whether it is still wanted."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self.end = seconds, time.monotonic() + seconds
+        self.cancelled = threading.Event()
+
+    def left(self) -> float:
+        """Return the seconds that are left; raise if there are none, or if nobody waits any longer."""
+        if self.cancelled.is_set():
+            raise Cancelled
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise Unanswered(f"no answer within {self.seconds:g} s")
+        return left
+
+
+class Courier:
+    """Asks one node at a time in each thread; several threads may ask at once."""
+
+    def __init__(self, grid: Grid):
+        self.grid = grid
+        self.broken: Exception | None = None  # what Flower itself raised: no client's fault
+
+    def nodes(self) -> list[int]:
+        """Return the nodes that are there."""
+        return list(self.grid.get_node_ids())
+
+    def ask(
+        self, node: int, kind: str, header: Mapping[str, Any], chunk: bytes | None, deadline: Deadline
+    ) -> RecordDict:
+        """Send a message and return the content of its answer, which must echo who was asked for what."""
+        left = deadline.left()
+        group = str(header["round"] + 1) if "round" in header else ""
+        message = Message(content(header, chunk), node, kind, ttl=left + 60, group_id=group)
+        answered: Future[Message] = Future()
+        # A thread of its own: Flower tries for long to reach the SuperLink, and waits for a payload that a lost client
+        # may never finish.
+        threading.Thread(target=self._carry, args=([message], answered, deadline), daemon=True).start()
+        del message, chunk
+        while not answered.done():
+            with contextlib.suppress(Waiting):
+                answered.exception(timeout=min(deadline.left(), 0.5))
+        return self._checked(answered.result(), node, header)
+
+    def _carry(self, messages: list[Message], answered: Future[Message], deadline: Deadline) -> None:
+        pause = _POLL
+        try:
+            (number,) = self._tried(self.grid.push_messages, messages)
+            messages.clear()
+            if not number:
+                raise Unanswered("Flower could not send the message")
+            while deadline.left() > 0:
+                found = self._tried(self.grid.pull_messages, [number])
+                if found:
+                    if len(found) > 1:
+                        logger.warning("%d answers came to one message; the first counts.", len(found))
+                    answered.set_result(found[0])
+                    return
+                time.sleep(pause)
+                pause = min(pause * 1.5, _LONGEST_POLL)
+        except Exception as error:
+            answered.set_exception(error)
+
+    def _tried(self, function: Callable[[Any], Iterable[Any]], argument: Any) -> list[Any]:
+        """Call Flower; what it raises ends the run, as it would for every client."""
+        try:
+            return list(function(argument))
+        except Exception as error:
+            self.broken = error
+            raise
+
+    def _checked(self, reply: Message, node: int, header: Mapping[str, Any]) -> RecordDict:
+        if reply.has_error():
+            raise Unanswered(reply.error.reason or f"Flower reports error {reply.error.code}")
+        if reply.metadata.src_node_id != node:
+            raise TransferError(f"node {reply.metadata.src_node_id} answered for node {node}")
+        answer = header_of(reply.content)
+        for name in ("protocol", "client", "round", "token", "sequence"):
+            if name in header and answer.get(name) != header[name]:
+                raise TransferError(f"the answer is for {name}={answer.get(name)!r} instead of {header[name]!r}")
+        return reply.content
+
+
+@dataclass
+class Channel:
+    """Steps with one client in one round.
+
+    Attributes:
+        courier: who carries the messages.
+        node: Flower's number of the client's node.
+        deadline: of the round.
+        header: what every message of the round says.
+        folder: where payloads are received.
+        chunk_size: bytes of a payload in one message.
+        max_payload: bytes that a payload may have.
+        title: what progress bars say; None shows none.
+    """
+
+    courier: Courier
+    node: int
+    deadline: Deadline
+    header: dict[str, Any]
+    folder: Path
+    chunk_size: int
+    max_payload: int
+    title: str | None = None
+    sequence: int = 0
+    token: str = field(default_factory=lambda: secrets.token_hex(16))
+
+    def file(self, kind: str) -> Path:
+        """Return the place of a payload; no other round or client uses it."""
+        return self.folder / f"{kind}-{self.header['client']}-{self.token}"
+
+    def step(
+        self, calls: list[dict[str, Any]], payload: Path | None, limit: int | None = None
+    ) -> tuple[dict[str, Any], Path | None]:
+        """Have the client do some calls; return the header of its answer and the file of its payload.
+
+        The file of the payload that was sent is deleted. `limit` is what the answer's may have, if that is known.
+        """
+        header = self._header() | {"calls": json.dumps(calls), "max_payload": self.max_payload}
+        chunk = None
+        if payload is not None:
+            manifest = Manifest.of(payload)
+            if manifest.size <= self.chunk_size:
+                chunk = payload.read_bytes()
+            else:
+                self._deliver(payload, manifest)
+            payload.unlink()
+            header |= manifest.entries()
+        reply = self.courier.ask(self.node, "train.step", header | self.header, chunk, self.deadline)
+        answer = header_of(reply)
+        announced = Manifest.read(answer, min(limit or self.max_payload, self.max_payload))
+        received = None
+        if announced is not None:
+            received = self._receive(announced, chunk_of(reply, self.chunk_size))
+        self.sequence += 1
+        return answer, received
+
+    def _header(self) -> dict[str, Any]:
+        return self.header | {
+            "protocol": PROTOCOL,
+            "token": self.token,
+            "sequence": self.sequence,
+            "chunk_size": self.chunk_size,
+        }
+
+    def _deliver(self, payload: Path, manifest: Manifest) -> None:
+        header = self._header() | manifest.entries() | {"max_payload": self.max_payload}
+        with self._progress("to", manifest.size) as bar:
+            for offset in range(0, manifest.size, self.chunk_size):
+                chunk = read_chunk(payload, offset, self.chunk_size)
+                told = header | {"offset": offset}
+                reply = self.courier.ask(self.node, "query.deliver", told, chunk, self.deadline)
+                there = whole(header_of(reply), "received")
+                if there != offset + len(chunk):
+                    raise TransferError(f"the client has {there} bytes of a payload instead of {offset + len(chunk)}")
+                bar.update(len(chunk))
+
+    def _receive(self, manifest: Manifest, first: bytes) -> Path:
+        path = self.file("from")
+        path.unlink(missing_ok=True)
+        incoming = Incoming(path, manifest)
+        header = self._header() | {"payload_sha256": manifest.sha256}
+        with self._progress("from", manifest.size) as bar:
+            there = incoming.append(0, first)
+            bar.update(there)
+            while there < manifest.size:
+                reply = self.courier.ask(self.node, "query.fetch", header | {"offset": there}, None, self.deadline)
+                chunk = chunk_of(reply, self.chunk_size)
+                there = incoming.append(there, chunk)
+                bar.update(len(chunk))
+        return incoming.check()
+
+    def _progress(self, direction: str, size: int) -> tqdm[Any]:
+        hidden = self.title is None or size <= self.chunk_size
+        return tqdm(
+            total=size, unit="B", unit_scale=True, desc=f"{direction} {self.title}", leave=False, disable=hidden
+        )
