@@ -56,7 +56,7 @@ import time
 from pathlib import Path
 
 from hf_coefsfl.flower import server_app as app
-from hf_coefsfl.flower.courier import Courier
+from hf_coefsfl.flower.transport import Courier
 from hf_coefsfl.flower.deployment import Deployment
 from hf_coefsfl.flower.wire import chunk_of
 

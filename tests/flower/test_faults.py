@@ -15,8 +15,8 @@ from safetensors.torch import load, save
 
 from hf_coefsfl.federation.server import ServerRounds
 from hf_coefsfl.federation.simulation import Simulation
-from hf_coefsfl.flower.courier import Courier, Deadline
 from hf_coefsfl.flower.server import serve
+from hf_coefsfl.flower.transport import Courier, Deadline
 from hf_coefsfl.flower.wire import chunk_of, content, header_of
 from tests.support.deployed import LONG, LocalGrid, Site
 from tests.support.federated import same, weights
