@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import groupby
+from typing import NamedTuple
 
-from ..paper import PaperValue
 from .tables import BEST, SECOND, Column, Table, TableCell
 
 
-def notes(table: Table) -> Iterator[str]:
-    """Yield the notes below the table."""
-    yield "Mean and, over several seeds, standard deviation; best and second-best without the reference methods."
-    if table.has(lambda cell: cell.score and cell.score.paper):
-        yield "In brackets: the paper's figures."
-    if table.has(lambda cell: cell.score and cell.score.values and not cell.complete):
-        yield "*: not all runs have finished."
-    if table.has(lambda cell: cell.refused):
-        yield "--: the method is not applicable to the task."
+class _Style(NamedTuple):
+    """How an entry is written: patterns, each with a place for the text."""
+
+    deviation: str
+    best: str
+    second: str
+    incomplete: str
+    paper: str
+
+    def entry(self, cell: TableCell) -> str:
+        if cell.refused is not None:
+            return "--"
+        if cell.score is None:
+            return ""
+        text, paper = "", cell.score.paper
+        if cell.score.mean is not None:
+            text = cell.with_deviation(cell.score.mean, cell.score.std, self.deviation)
+            text = {BEST: self.best, SECOND: self.second}.get(cell.mark or "", "{}").format(text)
+            text += "" if cell.complete else self.incomplete
+        if paper is not None:
+            text += self.paper.format(cell.with_deviation(paper.mean, paper.std, self.deviation))
+        return text.strip()
+
+
+_MARKDOWN = _Style(" ± {}", "**{}**", "<u>{}</u>", "\\*", " [{}]")
+_LATEX = _Style(r"\,{{\tiny$\pm$\,{}}}", r"\textbf{{{}}}", r"\underline{{{}}}", "*", r" \textcolor{{gray}}{{[{}]}}")
 
 
 def markdown(table: Table) -> str:
@@ -25,29 +41,9 @@ def markdown(table: Table) -> str:
     head = ["Model", "Method", *(column.label for column in table.columns)]
     lines = [head, ["---", "---", *("---:" for _ in table.columns)]]
     for row in table.rows:
-        lines.append([row.model, row.name, *(_markdown_cell(cell) for cell in row.cells)])
+        lines.append([row.model, row.name, *map(_MARKDOWN.entry, row.cells)])
     text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-    return f"**{table.caption}**\n\n{text}\n\n{' '.join(notes(table))}\n"
-
-
-def _markdown_cell(cell: TableCell) -> str:
-    if cell.refused is not None:
-        return "--"
-    if cell.score is None:
-        return ""
-    text = ""
-    if cell.score.mean is not None:
-        text = with_deviation(cell, cell.score.mean, cell.score.std)
-        text = {BEST: f"**{text}**", SECOND: f"<u>{text}</u>"}.get(cell.mark or "", text)
-        text += "" if cell.complete else "\\*"
-    if cell.score.paper is not None:
-        text += f" [{with_deviation(cell, cell.score.paper.mean, cell.score.paper.std)}]"
-    return text.strip()
-
-
-def with_deviation(cell: TableCell, value: float, std: float | None) -> str:
-    """Return "84.5 ± 0.2"."""
-    return cell.show(value) + (f" ± {cell.show(std)}" if std is not None else "")
+    return f"**{table.caption}**\n\n{text}\n\n{' '.join(table.notes())}\n"
 
 
 def latex(table: Table) -> str:
@@ -55,7 +51,7 @@ def latex(table: Table) -> str:
     width = len(table.columns) + 2
     lines = [
         r"\begin{table}[t]", r"\centering", r"\scriptsize", r"\setlength{\tabcolsep}{3pt}",
-        rf"\caption{{{_escape(table.caption)}. {_escape(' '.join(notes(table)))}}}",
+        rf"\caption{{{_escape(table.caption)}. {_escape(' '.join(table.notes()))}}}",
         rf"\begin{{tabular}}{{l l {' '.join('c' * len(table.columns))}}}", r"\toprule",
     ]  # fmt: skip
     lines += _latex_head(table.columns)
@@ -65,7 +61,7 @@ def latex(table: Table) -> str:
             if i and rows[i - 1].reference and not row.reference:
                 lines.append(rf"\cmidrule(l){{2-{width}}}")
             label = rf"\multirow{{{len(rows)}}}{{*}}{{{_escape(model)}}}" if i == 0 else ""
-            lines.append(f"{label} & {_escape(row.name)} & {' & '.join(map(_latex_cell, row.cells))} \\\\")
+            lines.append(f"{label} & {_escape(row.name)} & {' & '.join(map(_LATEX.entry, row.cells))} \\\\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""])
 
 
@@ -86,26 +82,6 @@ def _latex_head(columns: tuple[Column, ...]) -> list[str]:
         lines.append(f"{left} & {' & '.join(cells)} \\\\")
         lines += [" ".join(rules)] if rules and level != levels[-1] else []
     return lines
-
-
-def _latex_cell(cell: TableCell) -> str:
-    if cell.refused is not None:
-        return "--"
-    if cell.score is None:
-        return ""
-    text = ""
-    if cell.score.mean is not None:
-        text = _latex_value(cell, cell.score.mean, cell.score.std)
-        text = {BEST: rf"\textbf{{{text}}}", SECOND: rf"\underline{{{text}}}"}.get(cell.mark or "", text)
-        text += "" if cell.complete else "*"
-    paper: PaperValue | None = cell.score.paper
-    if paper is not None:
-        text += rf" \textcolor{{gray}}{{[{_latex_value(cell, paper.mean, paper.std)}]}}"
-    return text.strip()
-
-
-def _latex_value(cell: TableCell, value: float, std: float | None) -> str:
-    return cell.show(value) + (rf"\,{{\tiny$\pm$\,{cell.show(std)}}}" if std is not None else "")
 
 
 def _escape(text: str) -> str:

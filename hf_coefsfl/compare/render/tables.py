@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -42,6 +42,10 @@ class TableCell:
         """Return a number as the table shows it."""
         return f"{value:.{self.decimals}f}"
 
+    def with_deviation(self, value: float, std: float | None, pattern: str = " ± {}") -> str:
+        """Return "84.5 ± 0.2"."""
+        return self.show(value) + (pattern.format(self.show(std)) if std is not None else "")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -65,9 +69,16 @@ class Table:
         """Return the rows of each model."""
         return [(model, list(rows)) for model, rows in groupby(self.rows, key=lambda row: row.model)]
 
-    def has(self, wanted: Callable[[TableCell], object]) -> bool:
-        """Return whether any entry is wanted."""
-        return any(wanted(cell) for row in self.rows for cell in row.cells)
+    def notes(self) -> Iterator[str]:
+        """Yield the notes below the table."""
+        cells = [cell for row in self.rows for cell in row.cells]
+        yield "Mean and, over several seeds, standard deviation; best and second-best without the reference methods."
+        if any(cell.score and cell.score.paper for cell in cells):
+            yield "In brackets: the paper's figures."
+        if any(cell.score and cell.score.values and not cell.complete for cell in cells):
+            yield "*: not all runs have finished."
+        if any(cell.refused for cell in cells):
+            yield "--: the method is not applicable to the task."
 
 
 def make_tables(results: Sequence[Result]) -> list[Table]:
