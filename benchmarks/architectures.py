@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import re
 import sys
+import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -83,6 +85,18 @@ CHANGES: dict[str, dict[str, Any]] = {
     **{name: {"patch_size": 4, "window_size": 2} for name in ("swin", "swinv2", "donut-swin")},
     "xmod": {"languages": ["en"], "default_language": "en"},
     "zaya": {"num_experts_per_tok": 1},
+}
+
+
+# Reasons of `split_model` in a few words.
+SHORT = {
+    "applies one shared block": "one shared block is applied several times",
+    "ran 0 times": "the first list of blocks does not run on this input alone; name another with `blocks=`",
+    r"ran \d+ times": "its blocks run several times",
+    "changes its own parameters": "its forward pass changes its own weights",
+    "must contain at least one <eos>|decoder_inputs_embeds": "its server side needs the token ids as well",
+    "outputs differ": "its server side needs more than the hidden state at the cut",
+    "gradients differ": "gradients differ",
 }
 
 
@@ -224,14 +238,70 @@ def sweep(only: Iterable[str] = (), report: Callable[[Result], None] | None = No
     return results
 
 
+def shortened(reason: str) -> str:
+    """A reason in a few words, for the table."""
+    text = " ".join(reason.split())
+    return next((words for pattern, words in SHORT.items() if re.search(pattern, text)), text[:120]).replace("|", "/")
+
+
+def as_markdown(results: list[Result]) -> str:
+    """The page docs/architectures.md."""
+    counts = Counter(r.verdict for r in results)
+    tried = [r for r in results if r.verdict != "not built"]
+    lines = [
+        "# Architectures",
+        "",
+        "Which models of transformers can be split. `python benchmarks/architectures.py --write docs/architectures.md`",
+        "writes this page: it builds a tiny model with random weights of every class of the auto classes below, splits",
+        "it in the middle, and compares outputs and gradients of client-then-server with the unsplit model on a batch",
+        "that `split_model` has not seen. `exact` means that both agree within 1e-4, relative. `split_model` makes the",
+        "same comparison on an example before it returns, so a model that is not listed is refused if it is not exact.",
+        "",
+        f"transformers {transformers.__version__}: of {len(tried)} models, **{counts['exact']} are exact** and "
+        f"{counts['refused']} are refused with a reason; {counts['wrong']} are accepted although they differ, "
+        f"{counts['error']} end in another error.",
+        f"Another {counts['not built']} were not tried (last section).",
+        "",
+        f"Heads: {', '.join(HEADS)}.",
+        "",
+        "| model type | exact | refused, and why |",
+        "|---|---|---|",
+    ]
+    for model_type in sorted({r.model_type for r in tried}):
+        rows = [r for r in tried if r.model_type == model_type]
+        exact = list(dict.fromkeys(r.head for r in rows if r.verdict == "exact"))
+        reasons: dict[str, list[str]] = {}
+        for r in rows:
+            if r.verdict != "exact":
+                why = shortened(r.reason) if r.verdict == "refused" else f"{r.verdict}: {shortened(r.reason)}"
+                reasons.setdefault(why, []).append(r.head)
+        why = "; ".join(f"{', '.join(dict.fromkeys(heads))}: {reason}" for reason, heads in reasons.items())
+        lines.append(f"| {model_type} | {', '.join(exact)} | {why} |")
+    skipped = sorted({r.model_type for r in results if r.verdict == "not built"})
+    lines += [
+        "",
+        "## Not tried",
+        "",
+        "The sweep finds no small config that runs for some classes of these model types, or they need a package or an",
+        "input that it does not have (boxes, visual features, the detectron2 library). That says nothing about the",
+        "split: try `split_model` on the model itself.",
+        "",
+        textwrap.fill(", ".join(skipped) + ".", 120, break_on_hyphens=False),
+        "",
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[], metavar="MODEL_TYPE", help="model types to try (default: all)")
-    parser.add_argument("--write", type=Path, help="also write the table to this Markdown file")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="also write the table to this Markdown file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = sweep(args.only, lambda r: tqdm.write(f"{r.verdict:10}{r.name:45}{' '.join(r.reason.split())}"))
-    print(dict(Counter(r.verdict for r in results)))
+    print(", ".join(f"{count} {verdict}" for verdict, count in Counter(r.verdict for r in results).most_common()))
+    if args.write:
+        args.write.write_text(as_markdown(results), encoding="utf-8")
 
 
 if __name__ == "__main__":
