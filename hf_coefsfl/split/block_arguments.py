@@ -36,7 +36,7 @@ def hidden_name(block: nn.Module, named: dict[str, Any]) -> str:
     name = (argument_names(block) or ["0"])[0]
     if not isinstance(named.get(name), Tensor):
         raise ValueError(
-            f"The first argument {name!r} of {type(block).__name__} is no tensor of hidden states "
+            f"The first argument {name!r} of {type(block).__name__} is not a tensor of hidden states "
             f"but {type(named.get(name)).__name__}; name another list of blocks with `blocks=`."
         )
     return name
@@ -65,7 +65,7 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def graft(value: Any, path: str, new: dict[str, Any]) -> Any:
-    """`value` with the leaves named in `new` replaced, or made from them where it has none."""
+    """`value` with the leaves named in `new` replaced, or made from them if it has none."""
     if path in new:
         return new[path]
     if isinstance(value, (tuple, list)):

@@ -20,17 +20,17 @@ def find_blocks(model: nn.Module, blocks: str | None = None) -> tuple[str, nn.Mo
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"Expected a PreTrainedModel, a PeftModel or a timm wrapper, got {type(model).__name__}.")
-    found = _candidates(model)
+    candidates = _candidates(model)
     if blocks is not None:
-        return _named_list(model, blocks, found)
-    if not found:
+        return _named_list(model, blocks, candidates)
+    if not candidates:
         raise ValueError(
             f"Found no list of blocks in {type(model).__name__}: no nn.ModuleList or nn.Sequential holds several "
             f"modules of one class. Name one with `blocks=`; its lists are: {_listed(_lists(model))}."
         )
-    largest = max(_size(container) for container in found.values())
-    path = next(path for path, container in found.items() if 4 * _size(container) >= largest)
-    return path, found[path]
+    largest = max(_size(container) for container in candidates.values())
+    path = next(path for path, container in candidates.items() if 4 * _size(container) >= largest)
+    return path, candidates[path]
 
 
 def members(container: nn.Module) -> dict[str, nn.Module]:
@@ -90,12 +90,12 @@ def _lists(model: nn.Module) -> dict[str, nn.Module]:
     return {path: m for path, m in model.named_modules() if path and isinstance(m, _CONTAINERS) and len(m) > 0}
 
 
-def _named_list(model: nn.Module, blocks: str, found: dict[str, nn.Module]) -> tuple[str, nn.Module]:
+def _named_list(model: nn.Module, blocks: str, candidates: dict[str, nn.Module]) -> tuple[str, nn.Module]:
     lists = _lists(model)
     for path in (blocks, f"base_model.model.{blocks}"):
         if path in lists:
             return path, lists[path]
-    known = found or lists
+    known = candidates or lists
     raise ValueError(
         f"blocks={blocks!r} is not a list of modules (nn.ModuleList or nn.Sequential) in {type(model).__name__}. "
         f"Candidates: {_listed(known)}."

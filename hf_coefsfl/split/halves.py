@@ -68,10 +68,10 @@ class ClientHalf(Half):
         arguments = run_to_cut(self.model, raw | no_cache(self.model))
         activations: Tensor = arguments.pop(next(iter(arguments)))
         context = crossing_context(self.model, raw, self.cut.crossing, activations.device)
-        found = {path: leaf for name, value in arguments.items() for path, leaf in leaves(value, name)}
+        by_path = {path: leaf for name, value in arguments.items() for path, leaf in leaves(value, name)}
         for path in self.cut.shipped:
-            if path in found:
-                leaf = found[path]
+            if path in by_path:
+                leaf = by_path[path]
                 context[f"block.{path}"] = (
                     leaf if isinstance(leaf, Tensor) else torch.tensor(leaf, device=activations.device)
                 )

@@ -29,8 +29,8 @@ def default_lora(
     Args:
         model: the model that will carry the adapter.
         head: "full" trains the task head itself, "lora" puts LoRA on its linear layers, "frozen" leaves it.
-            None is "full", but "frozen" where the head is the output embedding of a language model.
-        blocks: dotted path of the block list, where `find_blocks` does not find it.
+            None is "full", but "frozen" if the head is the output embedding of a language model.
+        blocks: dotted path of the block list, if `find_blocks` does not find it.
         rank: r of LoRA.
         alpha: its scale.
     """

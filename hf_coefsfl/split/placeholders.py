@@ -89,7 +89,7 @@ def crossing_context(
 ) -> dict[str, Tensor]:
     """What the server needs of the inputs: padding as bool (1 byte per token), positions, flags.
 
-    `padding` is sent only where it differs from the attention mask, e.g. where the padding id is
+    `padding` is sent only if it differs from the attention mask, e.g. if the padding id is
     also a token of the text: classifiers that pool at the last token look for it.
     """
     context: dict[str, Tensor] = {}

@@ -109,8 +109,8 @@ def _load(folder: Path, side: str) -> tuple[nn.Module, Cut]:
                  "crossing": tuple(description["cut"]["crossing"])})  # fmt: skip
     model = _skeleton(folder, description)
     named = dict(model.named_parameters())
-    kept = {id(named[name]) for name in description["parameters"]}
-    (make_client if side == "client" else make_server)(model, cut, kept)
+    owned = {id(named[name]) for name in description["parameters"]}
+    (make_client if side == "client" else make_server)(model, cut, owned)
     _fill(model, load_file(folder / _TENSORS), set(description["trainable"]))
     return model.eval(), cut
 
@@ -139,13 +139,16 @@ def _skeleton(folder: Path, description: dict[str, Any]) -> nn.Module:
 
 def _model_class(name: str, own: type | None = None) -> Any:
     """The class of this name in transformers; code from elsewhere is never run."""
-    found = getattr(transformers, name, None)
-    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)) or own not in (None, found):
+    model_class = getattr(transformers, name, None)
+    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)) or own not in (
+        None,
+        model_class,
+    ):
         raise ValueError(
             f"{name!r} is not a model class of transformers {transformers.__version__}: a half of a class from "
             "elsewhere cannot be saved to or read from a folder. Keep it in memory, or use a class of transformers."
         )
-    return found
+    return model_class
 
 
 def _adapter_folder(folder: Path, name: str) -> Path:

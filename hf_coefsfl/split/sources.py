@@ -9,7 +9,7 @@ from huggingface_hub import get_token, snapshot_download
 
 _KINDS = {
     "adapter_model.safetensors": "an adapter: split the base model and use load_adapter",
-    "split.json": "a whole half: use load_{}",
+    "split.json": "a half of the model: use load_{}",
 }
 
 
@@ -27,7 +27,7 @@ def side_folder(
     """
     folder = Path(source)
     if folder.is_dir():
-        found = folder / side if (folder / side / marker).is_file() else folder
+        side_files = folder / side if (folder / side / marker).is_file() else folder
     elif isinstance(source, Path):
         raise ValueError(f"There is no folder {source}.")
     else:
@@ -35,16 +35,18 @@ def side_folder(
             snapshot = snapshot_download(source, revision=revision, token=token, allow_patterns=f"{side}/*")
         except Exception as error:
             raise ValueError(
-                f"{source!r} is no folder here, and as a repo of the Hub it cannot be read: {describe(error, token)}"
+                f"{source!r} is not a folder here, and as a repo of the Hub it cannot be read: {describe(error, token)}"
             ) from error
-        found = Path(snapshot) / side
-    if not (found / marker).is_file():
-        other = "".join(f" It holds {what.format(side)}." for name, what in _KINDS.items() if (found / name).is_file())
+        side_files = Path(snapshot) / side
+    if not (side_files / marker).is_file():
+        other = "".join(
+            f" It holds {what.format(side)}." for name, what in _KINDS.items() if (side_files / name).is_file()
+        )
         raise ValueError(
             f"{source} holds no {marker}, neither itself nor in {side}/.{other} Give what save_model or push_to_hub of "
             "a SplitFedTrainer left: its folder or repo, or the folder of one side."
         )
-    return found
+    return side_files
 
 
 def describe(error: Exception, token: str | None = None) -> str:

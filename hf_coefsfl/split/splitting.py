@@ -80,8 +80,8 @@ def split_model(
     """Split a Hugging Face model after its first `cut` blocks; nothing is copied.
 
     `model` is a PreTrainedModel, a PeftModel or a timm wrapper, and is itself left as it was.
-    `blocks` is the path of the list of blocks where it should not be guessed; `example_inputs` a
-    small batch to calibrate on where none can be derived from the config.
+    `blocks` is the path of the list of blocks, if it should not be guessed; `example_inputs` a
+    small batch to calibrate on, if none can be derived from the config.
 
     Raises a ValueError for a cut that cannot be, and for models whose halves would not compute
     exactly what the model computes.

@@ -205,7 +205,7 @@ class Hollow(nn.Module):
         return super().__call__(*args, **kwargs) if output is None else tree_map(to_zeros, output)
 
     def _shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output on the meta device, remembered by the arguments' shapes; None where it is not known."""
+        """Return the output on the meta device, remembered by the arguments' shapes; None if it is not known."""
         outputs, key = vars(self)["outputs"], _call_key(args, kwargs)
         if key is None:
             return self._run_twin(args, kwargs)
@@ -236,7 +236,7 @@ class Hollow(nn.Module):
 
 
 def _call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Return what the shapes of an output depend on; None where an argument is no tensor, number, text or None."""
+    """Return what the shapes of an output depend on; None if an argument is not a tensor, number, text or None."""
     key: list[Any] = [len(args), *kwargs]
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):

@@ -46,25 +46,25 @@ def clone(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *_loose_tensors(model))})
 
 
-def make_client(model: nn.Module, cut: Cut, kept: set[int]) -> nn.Module:
-    """Turn `model` in place into a client half that keeps the parameters whose ids are in `kept`."""
+def make_client(model: nn.Module, cut: Cut, owned: set[int]) -> nn.Module:
+    """Turn `model` in place into a client half that owns the parameters with the ids `owned`."""
     dropped = _emptied(_block_at_cut(model, cut), Stop)
     drop_blocks(model.get_submodule(cut.blocks), cut.index + 1)
-    dropped += _drop_modules(model, kept)
+    dropped += _drop_modules(model, owned)
     _forget_tensors(dropped, model)
     for module in model.modules():
         for name, p in module._parameters.items():
-            if p is not None and id(p) not in kept:
+            if p is not None and id(p) not in owned:
                 module._parameters[name] = None
     return model
 
 
-def make_server(model: nn.Module, cut: Cut, kept: set[int]) -> nn.Module:
-    """Turn `model` in place into a server half that keeps the parameters whose ids are in `kept`."""
+def make_server(model: nn.Module, cut: Cut, owned: set[int]) -> nn.Module:
+    """Turn `model` in place into a server half that owns the parameters with the ids `owned`."""
     pass_through(model, cut)
     _subclass(_block_at_cut(model, cut), Inject)
     modules, handover = list(model.modules()), model.get_submodule(cut.handover) if cut.handover else None
-    foreign = [m for m in modules if _holds_none(m, kept) and not isinstance(m, _UNCALLED)]
+    foreign = [m for m in modules if _holds_none(m, owned) and not isinstance(m, _UNCALLED)]
     twins = [_meta_twin(m) for m in foreign]
     leaves = [m for m in foreign if _is_leaf(m)]
     for parent in modules:
@@ -72,7 +72,7 @@ def make_server(model: nn.Module, cut: Cut, kept: set[int]) -> nn.Module:
             if child is not None and any(child is m for m in leaves):
                 _replace(parent, name, child)  # PEFT must not find it; larger modules stay registered
     for module in modules:
-        _zero_parameters(module, kept)
+        _zero_parameters(module, owned)
     for module, twin in zip(foreign, twins, strict=True):
         if any(module is m for m in leaves):
             module._buffers = {name: t if name in twin._parameters else None for name, t in module._buffers.items()}
@@ -166,22 +166,22 @@ def _replace(parent: nn.Module, name: str, module: nn.Module) -> None:
         vars(parent)[name] = module
 
 
-def _drop_modules(parent: nn.Module, kept: set[int]) -> list[nn.Module]:
+def _drop_modules(parent: nn.Module, owned: set[int]) -> list[nn.Module]:
     """Drop what is the server's alone from a client; return the modules that are no longer needed."""
     dropped: list[nn.Module] = []
     for name, child in list(parent.named_children()):
-        if _holds_none(child, kept):
+        if _holds_none(child, owned):
             dropped += _emptied(child, Absent)
             _replace(parent, name, child)
         else:
-            dropped += _drop_modules(child, kept)
+            dropped += _drop_modules(child, owned)
     return dropped
 
 
-def _holds_none(module: nn.Module, kept: set[int]) -> bool:
-    """Whether a module has parameters and none of them is kept."""
+def _holds_none(module: nn.Module, owned: set[int]) -> bool:
+    """Whether a module has parameters and none of them is in `owned`."""
     ids = {id(p) for p in module.parameters()}
-    return bool(ids) and not ids & kept
+    return bool(ids) and not ids & owned
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -205,10 +205,10 @@ def _loose_tensors(module: nn.Module) -> list[Tensor]:
     return [*module.buffers(), *plain]
 
 
-def _zero_parameters(module: nn.Module, kept: Container[int]) -> None:
-    """Replace the parameters of a module itself that are not kept by zeros that take no memory."""
+def _zero_parameters(module: nn.Module, owned: Container[int]) -> None:
+    """Replace the parameters of a module itself that are not owned by zeros that take no memory."""
     for name, p in list(module._parameters.items()):
-        if p is not None and id(p) not in kept:
+        if p is not None and id(p) not in owned:
             del module._parameters[name]
             device = "cpu" if p.device.type == "meta" else p.device
             module.register_buffer(

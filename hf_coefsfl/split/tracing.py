@@ -1,4 +1,4 @@
-"""Who owns which parameter, and what crosses at the cut: found by running the model once.
+"""Who owns which parameter, and what crosses at the cut, by running the model once.
 
 Nothing here knows an architecture. The client's parameters are those that the hidden state at the
 cut depends on; the server's are those that the outputs depend on when that state is given.
@@ -178,8 +178,8 @@ def find_owners(
     with torch.enable_grad(), all_differentiable(model):
         record = record_run(model, container, cut, inputs, tensors, handover)
         hidden, *_ = record.arguments.values()
-        found = {p: leaf for name, value in record.arguments.items() for p, leaf in leaves(value, name)}
-        behind = _leaves_of_graph(found[p] for p in tensors)
+        by_path = {p: leaf for name, value in record.arguments.items() for p, leaf in leaves(value, name)}
+        behind = _leaves_of_graph(by_path[p] for p in tensors)
         client = _leaves_of_graph([hidden]) | behind
         server = _leaves_of_graph(
             leaf for _, leaf in leaves(plain_output(record.output), "") if isinstance(leaf, Tensor)
@@ -230,23 +230,23 @@ def _detach(value: Any, path: str, paths: set[str]) -> Any:
 
 def _leaves_of_graph(tensors: Iterable[Tensor]) -> set[int]:
     """Ids of the parameters that tensors were computed from."""
-    found: set[int] = set()
+    parameters: set[int] = set()
     seen: set[Any] = set()
     todo: list[Any] = []
     for t in tensors:
         if t.grad_fn is not None:
             todo.append(t.grad_fn)
         elif t.requires_grad:
-            found.add(id(t))
+            parameters.add(id(t))
     while todo:
         node = todo.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.add(id(node.variable))
+            parameters.add(id(node.variable))
         todo.extend(parent for parent, _ in node.next_functions)
-    return found
+    return parameters
 
 
 def plain_output(output: Any) -> Any:

@@ -47,7 +47,7 @@ def test_every_save_pushes_what_the_end_pushes(done: dict[str, Any]) -> None:
 def test_a_private_repo_needs_the_token(done: dict[str, Any]) -> None:
     run = done["during_training"]
     assert run["private"] is True and done["at_the_end"]["private"] is False
-    assert "is no folder here, and as a repo of the Hub it cannot be read" in run["without_token"]
+    assert "is not a folder here, and as a repo of the Hub it cannot be read" in run["without_token"]
 
 
 def test_the_adapter_loads_by_its_id(done: dict[str, Any]) -> None:
@@ -150,5 +150,5 @@ def test_a_whole_folder_serves_both_halves(tmp_path: Path) -> None:
         load_client(tmp_path / "run" / "client")
     with pytest.raises(ValueError, match="There is no folder"):
         load_client(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=re.escape("'no/such' is no folder here, and as a repo")):
+    with pytest.raises(ValueError, match=re.escape("'no/such' is not a folder here, and as a repo")):
         load_client("no/such")
