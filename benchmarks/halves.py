@@ -27,9 +27,9 @@ import hf_coefsfl
 def resident():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmRSS")) / 1024
-load = getattr(hf_coefsfl, f"load_{sys.argv[2]}")  # the package imports PyTorch when it is first asked for a name
+from hf_coefsfl import SplitFedTrainer  # with it come PyTorch, transformers and PEFT, which do not count
 before = resident()
-half = load(sys.argv[1])
+half = getattr(hf_coefsfl, f"load_{sys.argv[2]}")(sys.argv[1])
 total = sum(float(p.float().abs().sum()) for p in half.parameters())  # touches every page
 print(resident() - before)
 """
