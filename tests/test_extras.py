@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import tomllib
+
+from tests.support.paths import ROOT
+
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -39,3 +43,10 @@ def test_the_core_runs_without_the_extras(tmp_path):
     assert "accuracy" in card and "![" not in card
     assert done.stderr.count("Plots are skipped. Plots need Matplotlib") == 1  # not once a plot
     assert done.stdout.splitlines()[-1].endswith("pip install 'hf_coefsfl[plots]'")
+
+
+def test_the_lower_bounds_are_those_that_are_tried():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "constraints-lowest.txt").read_text().splitlines()
+    tried = [line.replace("==", ">=") for line in lines if not line.startswith("#")]
+    assert sorted(project["dependencies"]) == sorted(tried)
