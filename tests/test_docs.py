@@ -3,24 +3,15 @@
 import re
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hf_coefsfl import METHODS
-from tests.support.federated import trainer
 from tests.support.paths import ROOT
-
-
-def code_blocks(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
-
 
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for pattern in ("*.md", "docs/*.md", "recipes/*.md", "benchmarks/*.md", ".github/*.md")
     for path in ROOT.glob(pattern)
-    if path.name != "adding_a_method.md"
 )
 
 
@@ -74,18 +65,3 @@ def test_the_journey_passes_through_code_that_exists() -> None:
     drawn = re.findall(r"[\w/]+\.py", (ROOT / "docs" / "journey.svg").read_text())
     assert len(drawn) > 15
     assert not [path for path in drawn if not (ROOT / "hf_coefsfl" / path).exists()]
-
-
-def test_the_method_of_the_page_is_short_and_trains(tmp_path: Path) -> None:
-    source = code_blocks("docs/adding_a_method.md")[0]
-    assert len([line for line in source.splitlines() if line.strip()]) < 20
-    scope: dict[str, Any] = {"__name__": "page"}
-    exec(compile(source, "adding_a_method.md", "exec", dont_inherit=True), scope)
-    try:
-        run = trainer(tmp_path, method="fading_reuse", method_kwargs={"half_life": 0.5}, num_rounds=2)
-        run.train()
-        assert run.state.log_history[1]["correction_ratio"] > 0
-        with pytest.raises(ValueError, match="no option 'halflife'"):
-            trainer(tmp_path, method="fading_reuse", method_kwargs={"halflife": 0.5})
-    finally:
-        METHODS.pop("fading_reuse")

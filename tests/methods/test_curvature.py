@@ -195,22 +195,6 @@ def test_ggn_through_a_real_model(tmp_path: Path, attention: str) -> None:
     assert run.state.log_history[1]["correction_ratio"] > 0
 
 
-def test_ggn_with_gradient_checkpointing(tmp_path: Path) -> None:
-    """The recomputed forwards must not fall back on the fused attention either; without dropout they would."""
-    from tests.support.federated import tiny_vit
-
-    runs = [
-        trainer(
-            tmp_path / str(saving), tiny_vit(dropout=0.0), method="ggn", num_rounds=2, gradient_checkpointing=saving
-        )
-        for saving in (False, True)
-    ]
-    for run in runs:
-        run.train()
-    for name, value in weights(runs[0]).items():
-        torch.testing.assert_close(weights(runs[1])[name], value, atol=1e-5, rtol=1e-4)
-
-
 def test_ggn_of_bfloat16_weights(tmp_path: Path) -> None:
     from tests.support.federated import images, tiny_vit
 

@@ -7,7 +7,6 @@ from hf_coefsfl.methods import make_method
 from hf_coefsfl.protocol.link import LocalLink
 from hf_coefsfl.protocol.loss import LossSpec
 from tests.support.toy import CAUSAL, CLASSIFICATION, REGRESSION, SPANS, TOKENS, toy_sides
-from tests.support.wire_link import WireLink
 
 Weights = dict[str, torch.Tensor]
 
@@ -53,11 +52,6 @@ def test_exact_sensitivity_of_a_linear_server_and_squared_loss_is_the_oracle() -
     ours = train("coef_j", REGRESSION, 3, affine=True, exact=True, local_epochs=2)
     assert same(ours, train("oracle", REGRESSION, 3, affine=True, local_epochs=2), atol=2e-5, rtol=1e-4)
     assert not same(ours, train("reuse", REGRESSION, 3, affine=True, local_epochs=2), atol=2e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("method", ["vanilla", "reuse", "oracle", "coef_d", "coef_j", "ggn", "hutchinson"])
-def test_the_wire_changes_nothing(method: str) -> None:
-    assert same(train(method, SPANS, 3, WireLink), train(method, SPANS, 3))
 
 
 def test_server_side_is_the_same_for_all_once_per_round_methods() -> None:

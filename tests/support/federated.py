@@ -15,7 +15,8 @@ from hf_coefsfl import SplitFedConfig, SplitFedTrainer
 CLASSES = 3
 D = 5 * 16  # values of one sample's smashed data in tiny_vit: 4 patches and the class token, 16 features
 # Options that make the expensive methods quick; what they compute is tested elsewhere.
-FEWER_PASSES = {"hutchinson": {"num_probes": 2}, "ggn": {"rank": 2, "num_iterations": 3}}
+FEWER_PASSES: dict[str, dict[str, Any]] = {"hutchinson": {"num_probes": 2}, "ggn": {"rank": 2, "num_iterations": 3}}
+QUICK = FEWER_PASSES | {"fsl_sage": {"align_epochs": 2, "align_every": 2}}
 
 
 def tiny_vit(dropout: float = 0.1, seed: int = 0, **kwargs: Any) -> ViTForImageClassification:

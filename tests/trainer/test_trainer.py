@@ -16,18 +16,6 @@ from tests.support.federated import CLASSES, images, rounds, same, texts, tiny_b
 from tests.support.selection import slow_except
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
-def test_each_method_trains_and_learns(tmp_path: Path, method: str) -> None:
-    run = trainer(
-        tmp_path, data=images(36), num_clients=3, participation=1.0, learning_rate=1e-2, method=method, num_rounds=5
-    )
-    before = run.evaluate()["eval_loss"]
-    result = run.train()
-    assert result.global_step == 5
-    assert run.evaluate()["eval_loss"] < before - 0.05
-    assert math.isfinite(result.training_loss)
-
-
 @pytest.mark.parametrize(
     "method", slow_except("coef_j", of=["reuse", "oracle", "coef_d", "coef_j", "ggn", "hutchinson"])
 )
@@ -237,10 +225,9 @@ def test_synced_masks_make_the_first_displacement_zero(tmp_path: Path) -> None:
     assert [n.item() == 0 for n in norms] == ([True] + [False] * (steps - 1)) * 3
 
 
-@pytest.mark.parametrize("method", slow_except("coef_j", of=["vanilla", "coef_j"]))
-def test_gradient_checkpointing_changes_nothing(tmp_path: Path, method: str) -> None:
-    plain = trainer(tmp_path / "a", method=method, num_rounds=2)
-    saving = trainer(tmp_path / "b", method=method, num_rounds=2, gradient_checkpointing=True)
+def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
+    plain = trainer(tmp_path / "a", num_rounds=2)
+    saving = trainer(tmp_path / "b", num_rounds=2, gradient_checkpointing=True)
     assert any(getattr(m, "gradient_checkpointing", False) for m in saving.split.server.modules())
     plain.train()
     saving.train()
