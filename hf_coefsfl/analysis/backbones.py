@@ -1,4 +1,4 @@
-"""Models to cost without any weights of theirs: the paper's backbones by name, and whatever a config describes."""
+"""Models without trained weights, to be costed: the paper's backbones by name, and those that a config describes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TASKS = {
     "question-answering": transformers.AutoModelForQuestionAnswering,
     "causal-lm": transformers.AutoModelForCausalLM,
 }
-SEQUENCE_LENGTH = 128  # tokens, where neither the user nor the backbone says otherwise
+SEQUENCE_LENGTH = 128  # tokens, unless the user says otherwise
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def default_cut(name: str) -> int:
 def build_model(name: str, num_labels: int | None = None, task: str | None = None) -> PreTrainedModel:
     """Return a model with random weights: a backbone by name, or by the config of a folder or of a Hub id.
 
-    What a round costs depends on shapes only, so weights are never read nor downloaded. Attention
-    is the plain one where the model has it: fused kernels hide their operations from a counter.
+    The cost of a round depends on shapes only, so weights are neither read nor downloaded. Attention is
+    the eager one if the model has it: fused kernels hide their operations from a counter.
     """
     config = BACKBONES[name].config() if name in BACKBONES else _read_config(name)
     if num_labels is not None:
@@ -111,7 +111,7 @@ def _own_class(config: PreTrainedConfig, name: str) -> Any:
 
 
 class Samples:
-    """Batches of made-up samples for a model, all alike and without padding."""
+    """Batches of made-up samples for a model, all equal and without padding."""
 
     def __init__(self, model: PreTrainedModel, sequence_length: int | None = None):
         if sequence_length is not None and sequence_length < 1:
@@ -136,7 +136,7 @@ class Samples:
         return t.repeat(1, -(-self._length // t.shape[1]))[:, : self._length]
 
     def _labels(self, name: str, inputs: dict[str, Tensor]) -> Tensor:
-        # Class 0 throughout: a method that waits until it has seen all classes goes on waiting.
+        # Class 0 for all samples: a method that waits until it has seen all classes keeps waiting.
         first = next(iter(inputs.values()))
         if self.loss_spec.loss_type in ("ForTokenClassification", "ForCausalLM", "ForMaskedLM"):
             return torch.zeros(first.shape[:2], dtype=torch.long)

@@ -63,7 +63,7 @@ class Cost:
     down: Numbers
     client_flops: int
     server_flops: int
-    placeholder_flops: int  # of embeddings that run on placeholders, in none of the others
+    placeholder_flops: int  # of embeddings that run on placeholders, not part of the others
     client_memory: Numbers = field(default_factory=dict)  # bytes by what they are for
     footprint: Footprint | None = None  # of a run of such rounds, if asked for
 
@@ -234,7 +234,7 @@ class CostModel:
         return coefficients
 
     def round_context(self, local_epochs: int = 1, round_index: int = 0) -> RoundContext:
-        """Return where a measured round stands."""
+        """Return the context of a measured round."""
         store = Store(self.exchange_dtype)
         return RoundContext(seed=0, round_index=round_index, client=0, local_epochs=local_epochs, store=store)
 
@@ -299,8 +299,8 @@ def _solve(one: Numbers, two: Numbers, one_one: Numbers, one_two: Numbers) -> Co
 
 
 def _below(counted: Numbers, prefix: str) -> Numbers:
-    found = {name.partition(".")[2]: size for name, size in counted.items() if name.startswith(f"{prefix}.")}
-    return {name: size for name, size in found.items() if size}
+    below = {name.partition(".")[2]: size for name, size in counted.items() if name.startswith(f"{prefix}.")}
+    return {name: size for name, size in below.items() if size}
 
 
 def cost_methods(

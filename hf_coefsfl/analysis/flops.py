@@ -46,8 +46,8 @@ class OperationCounter(TorchDispatchMode):
 
     The formulas are those of `torch.utils.flop_counter`; its own counter cannot be used, because
     it follows modules through `backward` and fails on the `autograd.grad` that methods take
-    gradients with. Element-wise operations count nothing, there as here. Attention counts where it is made of
-    matrix products: with `attn_implementation="eager"`, or the math kernel.
+    gradients with. Element-wise operations count nothing, as in torch. Attention is counted if it
+    consists of matrix products: with `attn_implementation="eager"`, or the math kernel.
 
     Args:
         compute: compute the matrix products too. Otherwise their results are made up, which saves most
@@ -75,7 +75,7 @@ class OperationCounter(TorchDispatchMode):
             self._note_weights(args)
         formula = _FORMULAS.get(func._overloadpacket)
         if formula is None:
-            if torch.is_inference_mode_enabled():  # there, operations made of others arrive whole
+            if torch.is_inference_mode_enabled():  # composite operations arrive undivided there
                 with self:
                     parts = func.decompose(*args, **kwargs)
                 if parts is not NotImplemented:

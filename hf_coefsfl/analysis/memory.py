@@ -1,4 +1,4 @@
-"""What a run takes of a machine, without training: memory of the processes, and files on the disk.
+"""What a run needs, without training: memory of the processes, and files on the disk.
 
 Memory is followed through rounds of two and three samples a batch: after every operation, all the bytes that
 live. Operation by operation these grow linearly with the batch size, so the peak of any batch size
@@ -112,7 +112,7 @@ class LiveMemory(TorchDispatchMode):
 
     def __init__(self, existing: Sequence[Tensor]):
         super().__init__()
-        self._existing = existing  # kept, so that no new storage takes the place of one of these
+        self._existing = existing  # referenced, so that no new storage gets the address of one of these
         self._sizes = {t.untyped_storage()._cdata: (0, CLIENT) for t in existing}
         self.side = SERVER
         self.live = [0, 0]  # by the side that made it
@@ -236,11 +236,11 @@ def existing_tensors(split: SplitModel) -> list[Tensor]:
 
 @contextmanager
 def _usual_attention(split: SplitModel) -> Iterator[None]:
-    """Run attention as a model does that is loaded without further ado, not as the operations are counted."""
+    """Run attention as in a model that is loaded with its defaults, not as operations are counted."""
     modules = [module for half in (split.client, split.server) for module in half.modules()]
     can = all(getattr(module, "_supports_sdpa", True) for module in modules)
-    found: list[Any] = [getattr(module, "config", None) for module in modules]
-    configs = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
+    every: list[Any] = [getattr(module, "config", None) for module in modules]
+    configs = {id(config): config for config in every if hasattr(config, "_attn_implementation")}
     before = {key: config._attn_implementation for key, config in configs.items()}
     try:
         for config in configs.values() if can else ():
@@ -294,7 +294,7 @@ def footprint(
             last = [[h.ends[h.ends[:, 2] == side][-1, :2] for h in (before, two)] for side in (CLIENT, SERVER)]
             more = np.array([after - earlier for earlier, after in last])[two.ends[:, 2]]
     more = more * (N - shown * b) // 2
-    whole, client, server = peaks(two, followed(3, shown), more, b, -(-kind.generated // B))
+    both, client, server = peaks(two, followed(3, shown), more, b, -(-kind.generated // B))
     split = model.split(cut)
     trained = 4 * sum(p.numel() for side in trainable_sides(split) for p in side.values())
     state = {
@@ -305,7 +305,7 @@ def footprint(
     process = {
         "weights": sum(map(nbytes, existing_tensors(split))),
         "inputs": inputs,
-        "round": whole,
+        "round": both,
         "averaging": (run.clients_per_round + 1) * trained,  # the global vector and those of the clients
         "state": state[run.num_rounds],
     }

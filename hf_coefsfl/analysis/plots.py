@@ -85,7 +85,7 @@ def plot_runs(
 ) -> None:
     """Save a picture of the runs (PNG, PDF, ... by the ending of `path`): the metric over rounds and over MiB.
 
-    The MiB axis is logarithmic where the runs' totals differ by a factor of five or more.
+    The MiB axis is logarithmic if the runs' totals differ by a factor of five or more.
 
     Args:
         runs: for each run's name its (round, cumulative MiB, metric), as `accuracy_curve` gives them.

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> str:
         failures = runner.run()
     except KeyboardInterrupt:
         done = f"{len(runner.finished)} of {total(cells)} runs are done"
-        print(f"\nStopped; {done}. The same command goes on from there.", file=sys.stderr)
+        print(f"\nStopped; {done}. The same command continues from there.", file=sys.stderr)
         sys.exit(130)
     text = write_report(spec, cells, root, runs, runner.finished, failures)
     if not failures:

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> str:
     """Return the table in the format that was asked for."""
-    network, whole = _network(arguments), _run(arguments)
+    network, of_run = _network(arguments), _run(arguments)
     options = _options(arguments.method_kwargs)
     plan = Round(arguments.num_samples, arguments.batch_size, arguments.local_epochs)
     methods = arguments.methods or ordered_methods()
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> str:
     for cut, name in progress:
         progress.set_description(f"cut {cut}, {name}")
         try:
-            costs += cost_methods(model, [name], cut, plan, options, whole)
+            costs += cost_methods(model, [name], cut, plan, options, of_run)
         except ValueError as error:
             if arguments.methods or name in options:
                 raise
@@ -108,9 +108,9 @@ def run(arguments: argparse.Namespace) -> str:
         print(f"coefsfl cost: {name} is left out: {reason}", file=sys.stderr)
     rows = [cost.row(network) for cost in costs]
     text = render(rows, arguments.format)
-    if whole is None or arguments.format in ("json", "csv"):
+    if of_run is None or arguments.format in ("json", "csv"):
         return text
-    title = f"A run of {whole.num_rounds} rounds with {whole.clients_per_round} of {whole.num_clients} clients each:"
+    title = f"A run of {of_run.num_rounds} rounds with {of_run.clients_per_round} of {of_run.num_clients} clients each:"
     return f"{text}\n\n{title}\n\n{format_table(rows, RUN_COLUMNS, markdown=arguments.format == 'markdown')}"
 
 
@@ -147,7 +147,7 @@ def _run(arguments: argparse.Namespace) -> Run | None:
     if arguments.rounds is not None:
         return Run(arguments.rounds, **given)
     if given:
-        raise ValueError(f"--{next(iter(given)).replace('_', '-')} needs --rounds: it is about a whole run.")
+        raise ValueError(f"--{next(iter(given)).replace('_', '-')} needs --rounds: it describes a run.")
     return None
 
 

@@ -34,5 +34,5 @@ def _parse(text: str, units: dict[str, float], what: str, example: str) -> float
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]+)\s*", text)
     unit = match[2].lower() if match else ""
     if match is None or unit not in units or not math.isfinite(float(match[1])):
-        raise ValueError(f"{text!r} is no {what}: expected a number and one of {', '.join(units)}, such as {example}.")
+        raise ValueError(f"{text!r} is not a {what}: give a number and one of {', '.join(units)}, e.g. {example}.")
     return float(match[1]) * units[unit]

@@ -66,11 +66,11 @@ class AccSFL(Method):
         return {f"auxiliary.{name}": p for name, p in self.network.named_parameters()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the whole head."""
+        """Return the head with its frozen weights."""
         return {f"auxiliary.{name}": t for name, t in self.network.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the whole head."""
+        """Restore the head."""
         self.network.load_state_dict({name.removeprefix("auxiliary."): t for name, t in state.items()})
 
     def round(self, client: ClientLink, server: ServerSide) -> None:

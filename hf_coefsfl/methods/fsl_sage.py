@@ -1,4 +1,4 @@
-"""FSL-SAGE (Nair et al., 2025): an auxiliary network, aligned now and then, estimates the server's gradient."""
+"""FSL-SAGE (Nair et al., 2025): an auxiliary network, aligned every few rounds, estimates the server's gradient."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class FSLSAGE(Method):
     takes the true gradients of the buffer at its present weights (after its local updates), trains the network on
     Σ ‖∇ₛL_aux − ∇ₛL‖² and sends it down.
 
-    Drawing the network at random, as the authors of CoeF did, is what makes the method unstable: until a
-    client's first alignment its gradients mean nothing. `init="copy_server"` starts from the server's weights
-    before training, which every client can rebuild from the checkpoint and the seed.
+    The random network of the paper makes the method unstable: until a client's first alignment its
+    gradients mean nothing. `init="copy_server"` starts from the server's weights before training, which every
+    client can rebuild from the checkpoint and the seed.
     """
 
     name: ClassVar[str] = "fsl_sage"
@@ -103,7 +103,7 @@ class FSLSAGE(Method):
         """Build the network that all clients start from."""
         select(example_smashed(split), torch.tensor([0]))  # refuses what the buffer could not hold
         self.first_round = first_round
-        # One module for all: a client's weights are loaded before each use and nothing lives on in it.
+        # One module for all clients: their weights are loaded before each use.
         self.network = AuxiliaryNetwork(split, self.num_blocks)
         if self.init == "random":
             self.network.draw(split.model, seed)
@@ -118,7 +118,7 @@ class FSLSAGE(Method):
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         clients: dict[int, dict[str, Tensor]] = {}
         for name, t in state.items():
             if name.startswith("client."):
@@ -128,12 +128,12 @@ class FSLSAGE(Method):
         self.clients = {client: decode(tensors) for client, tensors in sorted(clients.items())}
 
     def merge(self, kept: Sequence[ClientState]) -> None:
-        """Put each client's new state in the place of the old one."""
+        """Replace the state of each client."""
         for k in kept:
             self.clients[k.client] = decode(k.tensors)
 
     def round(self, client: ClientLink, server: ServerSide) -> None:
-        """Let the server train on the upload, and align where it is time."""
+        """Train the server on the upload, and align in an alignment round."""
         smashed = client.upload()
         state = self.clients.get(server.context.client, Alignment())
         state = replace(state, buffer=push(state.buffer, smashed[:: self.buffer_every], self.buffer_size))
@@ -147,7 +147,7 @@ class FSLSAGE(Method):
             client.update()
 
     def update(self, client: ClientSide, messages: Sequence[Message] | None, batches: Sequence[int] | None) -> None:
-        """Walk the batches with the gradients of the client's own auxiliary network. Runs on the client."""
+        """Do the local updates with the gradients of the client's auxiliary network. Runs on the client."""
         if messages is not None:
             (received,) = expect(Parameters, messages)
             weights = received.auxiliary
@@ -206,16 +206,16 @@ class FSLSAGE(Method):
 
 def push(buffer: Sequence[SmashedData], new: Sequence[SmashedData], size: int) -> tuple[SmashedData, ...]:
     """Return the youngest `size` samples of the buffer and what is new, first in, first out."""
-    kept: list[SmashedData] = []
+    youngest: list[SmashedData] = []
     room = size
     for part in chain(reversed(new), reversed(buffer)):  # one at a time: `new` may lie in a file
         count = min(len(part.activations), room)
         if count == 0:
             break
-        youngest = torch.arange(len(part.activations) - count, len(part.activations))
-        kept.append(select(part.map(torch.Tensor.cpu), youngest))
+        last = torch.arange(len(part.activations) - count, len(part.activations))
+        youngest.append(select(part.map(torch.Tensor.cpu), last))
         room -= count
-    return tuple(reversed(kept))
+    return tuple(reversed(youngest))
 
 
 def select(smashed: SmashedData, index: Tensor) -> SmashedData:
@@ -243,9 +243,9 @@ def batched(buffer: Iterable[SmashedData], size: int, generator: torch.Generator
         groups.setdefault(_form(part), []).append(part)
     batches = []
     for parts in groups.values():
-        whole = _concatenate(parts)
-        order = torch.randperm(len(whole.activations), generator=generator)
-        batches += [select(whole, index) for index in order.split(size)]
+        joined = _concatenate(parts)
+        order = torch.randperm(len(joined.activations), generator=generator)
+        batches += [select(joined, index) for index in order.split(size)]
     return batches
 
 
@@ -276,9 +276,9 @@ def encode(state: Alignment) -> dict[str, Tensor]:
     """Return a client's state as named tensors."""
     tensors = {f"auxiliary.{name}": t for name, t in state.auxiliary.items()}
     tensors["steps"] = torch.tensor(state.steps)
-    for place, part in enumerate(state.buffer):
-        tensors |= {f"buffer.{place}.{name}": t for name, t in part.tensors().items()}
-        tensors |= {f"buffer.{place}.shapes.{name}": torch.tensor(shape) for name, shape in part.shapes.items()}
+    for index, part in enumerate(state.buffer):
+        tensors |= {f"buffer.{index}.{name}": t for name, t in part.tensors().items()}
+        tensors |= {f"buffer.{index}.shapes.{name}": torch.tensor(shape) for name, shape in part.shapes.items()}
     return tensors
 
 
@@ -291,10 +291,10 @@ def decode(tensors: Mapping[str, Tensor]) -> Alignment:
         if kind == "auxiliary":
             auxiliary[rest] = t.cpu()
         elif kind == "buffer":
-            place, fields, *key = rest.split(".", 2)
-            part = parts.setdefault(int(place), {"context": {}, "labels": {}, "shapes": {}})
+            index, fields, *key = rest.split(".", 2)
+            part = parts.setdefault(int(index), {"context": {}, "labels": {}, "shapes": {}})
             if key:
                 part[fields][key[0]] = tuple(t.tolist()) if fields == "shapes" else t.cpu()
             else:
                 part[fields] = t.cpu()
-    return Alignment(auxiliary, int(tensors["steps"]), tuple(SmashedData(**parts[place]) for place in sorted(parts)))
+    return Alignment(auxiliary, int(tensors["steps"]), tuple(SmashedData(**parts[index]) for index in sorted(parts)))

@@ -85,11 +85,11 @@ class GAS(GradientReuse):
         return to_tensors(self.statistics)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the running statistics back."""
+        """Restore the running statistics."""
         self.statistics = from_tensors(state)
 
     def merge(self, kept: Sequence[ClientState]) -> None:
-        """Take up the uploads of the round's clients, one after the other."""
+        """Update the statistics with the uploads of the round, client by client."""
         for contribution in kept:
             self.statistics = update(self.statistics, from_tensors(contribution.tensors))
 
@@ -134,11 +134,11 @@ class GAS(GradientReuse):
         server.kept = to_tensors(weighted(observed, server))
 
     def _initial(self, server: ServerSide) -> ClassStatistics:
-        """Return the statistics of the round's start where the activations are."""
+        """Return the round-initial statistics on the device of the activations."""
         return {label: moments.to(server.context.device) for label, moments in self.statistics.items()}
 
     def update(self, client: ClientSide, messages: Sequence[Message] | None, batches: Sequence[int] | None) -> None:
-        """Walk the exchanged batches with g₀, or descend along the batch last uploaded. Runs on the client."""
+        """Do the local updates with g₀, or one step for the batch last uploaded. Runs on the client."""
         if batches is None:
             super().update(client, messages, batches)
         else:
@@ -183,7 +183,7 @@ def spread(labels: Sequence[int], num_batches: int) -> list[list[int]]:
 
 
 def share_of(total: int, batch: int, num_batches: int) -> int:
-    """Return how much of `total` falls to one batch, in whole numbers that add up."""
+    """Return the share of `total` that belongs to one batch; the shares are integers and add up."""
     return total * (batch + 1) // num_batches - total * batch // num_batches
 
 
@@ -223,7 +223,7 @@ def observe(smashed: SmashedData) -> ClassStatistics:
 
 
 def weighted(upload: ClassStatistics, server: ServerSide) -> ClassStatistics:
-    """Return the moments of an upload, weighing as much as its round's number times its samples."""
+    """Return the moments of an upload, weighted by the number of the round times the samples."""
     number = server.context.round_index + 1  # from 1: the uploads of a round 0 would weigh nothing
     return {label: moments.scaled(number) for label, moments in upload.items()}
 
@@ -245,8 +245,8 @@ def enlarge(
 ) -> SmashedData:
     """Return a batch with one generated activation appended for each of `labels`.
 
-    Generated samples of padded text reach as far as their class has been seen; whatever else goes
-    with each sample of the batch (positions, say) is taken from its samples in turn.
+    Generated samples of padded text are as long as the longest sample seen of their class. Other
+    tensors of each sample (positions, say) are taken from the samples of the batch in turn.
     """
     if not labels:
         return smashed

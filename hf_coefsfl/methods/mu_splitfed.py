@@ -98,14 +98,14 @@ class MUSplitFed(Method):
         count, total = client.num_batches, client.num_batches * client.local_epochs
         # Of the random stream the first `total` numbers are the client's u; the server's v come after them.
         for number in range(1, self.server_passes + 1):
-            for place, data in zip(walked, probes, strict=True):
+            for step, data in zip(walked, probes, strict=True):
                 ends = data.activations, data.activations
-                _, loss = self._step(server, data, ends, place % count, number * total + place)
+                _, loss = self._step(server, data, ends, step % count, number * total + step)
                 server.observed.add("loss", loss)
         feedback = []
-        for place, data in zip(walked, probes, strict=True):
-            draw = (self.server_passes + 1) * total + place
-            slope, loss = self._step(server, data, (data.ahead, data.behind), place % count, draw)
+        for step, data in zip(walked, probes, strict=True):
+            draw = (self.server_passes + 1) * total + step
+            slope, loss = self._step(server, data, (data.ahead, data.behind), step % count, draw)
             server.observed.add("feedback_loss", loss)
             feedback.append(Slopes(slope.float().reshape(1)))
         return feedback

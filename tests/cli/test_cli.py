@@ -91,9 +91,9 @@ def test_options_of_methods(folder: str, capsys: pytest.CaptureFixture[str]) -> 
     [
         (["--cut", "4"], "--cut must be from 1 to 3 for this model, got 4"),
         (["--cut", "half"], "--cut must be a number of blocks"),
-        (["--bandwidth", "fast"], "'fast' is no bandwidth"),
+        (["--bandwidth", "fast"], "'fast' is not a bandwidth"),
         (["--bandwidth", "0Mbps"], "must be above 0"),
-        (["--bandwidth", "1Mbps", "--latency", "50"], "'50' is no latency"),
+        (["--bandwidth", "1Mbps", "--latency", "50"], "'50' is not a latency"),
         (["--latency", "50ms"], "--latency needs a --bandwidth"),
         (["--methods", "magic"], "Unknown method 'magic'. Choose one of: vanilla"),
         (["--num-samples", "0"], "num samples must be at least 1"),

@@ -49,7 +49,7 @@ class AuxiliaryHead(nn.Module):
         width: d, the features of a token at the cut.
         outputs: of the task: classes, words, or 2 for the start and the end of an answer.
         loss_spec: whose loss is computed.
-        pooling: "tokens" (an output for each token), "first", "last" (the last that is no padding) or "mean".
+        pooling: "tokens" (an output for each token), "first", "last" (the last that is not padding) or "mean".
         rank: r of "fc_lora".
         hidden_layers: of "mlp".
     """
@@ -161,15 +161,15 @@ def pool(smashed: SmashedData, pooling: str) -> Tensor:
         return s
     if pooling == "first":
         return s[:, 0]
-    kept = _unpadded(smashed)
+    unpadded = _unpadded(smashed)
     if pooling == "last":
-        places = torch.arange(s.shape[1], device=s.device) * kept
-        return s[torch.arange(len(s), device=s.device), places.argmax(1)]
-    return (s * kept[..., None]).sum(1) / kept.sum(1, keepdim=True).clamp(min=1)
+        positions = torch.arange(s.shape[1], device=s.device) * unpadded
+        return s[torch.arange(len(s), device=s.device), positions.argmax(1)]
+    return (s * unpadded[..., None]).sum(1) / unpadded.sum(1, keepdim=True).clamp(min=1)
 
 
 def _unpadded(smashed: SmashedData) -> Tensor:
-    """(b, T): True for tokens that are no padding, as far as the context tells."""
+    """Return (b, T): True for the tokens that the context does not mark as padding."""
     shape, padding = smashed.activations.shape[:2], smashed.context.get("padding")
     mask = position_mask(smashed)
     if mask is not None:
@@ -283,8 +283,8 @@ def _used_parameters(half: nn.Module, smashed: SmashedData) -> dict[str, nn.Para
     trainable = {name: p for name, p in half.named_parameters() if p.requires_grad}
     with torch.enable_grad():
         outputs = [t for t in half(smashed).values() if isinstance(t, Tensor) and t.requires_grad]
-        found = torch.autograd.grad([t.float().sum() for t in outputs], list(trainable.values()), allow_unused=True)
-    return {name: p for (name, p), g in zip(trainable.items(), found, strict=True) if g is not None}
+        gradients = torch.autograd.grad([t.float().sum() for t in outputs], list(trainable.values()), allow_unused=True)
+    return {name: p for (name, p), g in zip(trainable.items(), gradients, strict=True) if g is not None}
 
 
 def _draw(half: nn.Module, base: Any) -> None:

@@ -18,8 +18,8 @@ VARIANCE_FLOOR = 1e-5  # added at each update, so that no variance is zero
 class Moments:
     """Weight (T,), mean (T, *d) and variance (T, *d) of activations at each of T token positions.
 
-    Where the weight is zero nothing has been seen, and mean and variance are zero too. The
-    variance is that of the population: one sample has one, of zero.
+    A position without weight has not been seen; its mean and variance are zero too. The variance is
+    that of the population: that of one sample is zero.
     """
 
     weight: Tensor
@@ -28,7 +28,7 @@ class Moments:
 
     @classmethod
     def of(cls, activations: Tensor, mask: Tensor) -> Moments:
-        """Return the moments of activations (n, T, *d) whose mask (n, T) says which positions are no padding."""
+        """Return the moments of activations (n, T, *d) whose mask (n, T) says which positions are not padding."""
         # Padding may hold anything, even NaN, so it is blanked out rather than multiplied by zero.
         padding = over(~mask, activations)
         values = activations.detach().float().masked_fill(padding, 0.0)
@@ -74,7 +74,7 @@ def combine(old: Moments, new: Moments, floor: float = VARIANCE_FLOOR) -> Moment
     length = max(len(old.weight), len(new.weight))
     old, new = old.lengthened(length), new.lengthened(length)
     weight = old.weight + new.weight
-    # Where neither has been seen both weights, and so α, are zero.
+    # At positions that neither has seen both weights, and so α, are zero.
     alpha = over(old.weight / weight.clamp(min=torch.finfo(weight.dtype).tiny), new.mean)
     mean = alpha * old.mean + (1 - alpha) * new.mean
     variance = alpha * (old.variance + (mean - old.mean).square())
@@ -83,7 +83,7 @@ def combine(old: Moments, new: Moments, floor: float = VARIANCE_FLOOR) -> Moment
 
 
 def update(old: ClassStatistics, new: ClassStatistics, floor: float = VARIANCE_FLOOR) -> dict[int, Moments]:
-    """Return the statistics with those of `new` taken up; neither argument is changed."""
+    """Return the statistics updated with those of `new`; neither argument is changed."""
     updated = dict(old)
     for label, moments in new.items():
         known = updated.get(label) or Moments(*(torch.zeros_like(t[:0]) for t in _parts(moments).values()))

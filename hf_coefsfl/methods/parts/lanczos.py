@@ -14,7 +14,7 @@ def leading_eigenpairs(
     """Return the eigenvalues (b, rank) and unit eigenvectors (b, rank, d) of largest magnitude.
 
     `matvec` applies the operator of each sample to its row of (b, d); `start` (b, d) seeds the Krylov space. Each new
-    direction is orthogonalised against all earlier ones. Where the space is exhausted (the start lies in an invariant
+    direction is orthogonalised against all earlier ones. If the space is exhausted (the start lies in an invariant
     subspace) the remaining pairs are zero.
     """
     num_iterations = min(num_iterations, start.shape[1])

@@ -12,7 +12,7 @@ from torch import Tensor
 class Direction:
     """A random direction u ~ N(0, I) in the space of some weights, known by its seed.
 
-    It is drawn again, to the same numbers, wherever it is needed, and never stored.
+    It is never stored: every use draws the same numbers again.
     """
 
     def __init__(self, weights: Sequence[Tensor], generator: torch.Generator):
@@ -30,7 +30,7 @@ class Direction:
 
     @contextmanager
     def moved(self, scale: float) -> Iterator[None]:
-        """Have the weights at θ + scale · u for a while, then at θ to the last bit."""
+        """Move the weights to θ + scale · u inside the context, and back to θ to the last bit."""
         # θ + μu − μu is not θ in floating point.
         initial = [weight.detach().clone() for weight in self._weights]
         try:
