@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_coefsfl.split import Half, SplitModel, load_client, load_server, split_model
 from tests.support.models import MODELS
+from tests.support.selection import slow_except
+
+FEW = [
+    ("bert", True),
+    ("gpt2-lm", False),
+    ("llama", True),
+    ("t5", True),
+    ("vit", False),
+    ("swin", True),
+    ("wav2vec2", False),
+]
 
 torch.set_num_threads(1)
 
@@ -38,8 +50,7 @@ def assert_same_half(loaded: Half, half: Half) -> None:
     assert not any(t.is_meta for t in (*loaded.parameters(), *loaded.buffers()))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(("name", "lora"), slow_except(*FEW, of=product(MODELS, (False, True))))
 def test_saved_halves_compute_the_same(name: str, lora: bool, tmp_path: Path) -> None:
     entry = MODELS[name]
     model, batch = entry.make(entry.attention[0]), entry.batch()

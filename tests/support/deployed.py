@@ -31,6 +31,7 @@ from transformers import (
 )
 
 from hf_coefsfl.cli import main as coefsfl
+from hf_coefsfl.flower import roster
 from hf_coefsfl.flower.client import client_app
 from hf_coefsfl.flower.options import read_run_config
 from hf_coefsfl.flower.server import DeployedTrainer, serve
@@ -40,6 +41,7 @@ from tests.support.words import words_tokenizer
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "dog", "ran", "far"]
 LONG = 1000.0  # seconds that no test waits for, unless what it waits for never happens
+roster._GRACE = LONG  # type: ignore[misc]  # no client is left out because it is slow to say who it is
 Fault = Callable[[int, Message, Message], Any]
 
 
@@ -189,6 +191,7 @@ class LocalGrid(Grid):
 
     def __init__(self, run_config: dict[str, Any], node_configs: list[dict[str, Any]], fault: Fault | None = None):
         self.run_config, self.fault = run_config, fault
+        client_process()  # before the threads ask for it, each of which would start one of its own
         _identify()
         self.contexts = {
             100 + i: Context(next(_RUNS), 100 + i, config, RecordDict(), run_config)
