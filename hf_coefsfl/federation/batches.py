@@ -1,4 +1,4 @@
-"""The collated mini-batches of the clients of a round, made ahead by worker processes where there are any."""
+"""The collated mini-batches of the clients of a round, made ahead by worker processes if there are any."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class ClientData:
         return labelled
 
     def _count(self, client: int) -> int:
-        whole, left = divmod(self.federation.sizes[client], self.args.per_device_train_batch_size)
-        return whole + (1 if left and not self.args.dataloader_drop_last else 0)
+        full, left = divmod(self.federation.sizes[client], self.args.per_device_train_batch_size)
+        return full + (1 if left and not self.args.dataloader_drop_last else 0)
 
     def _workers(self, places: Sequence[Place]) -> DataLoader[Any]:
         self._plan.places = places

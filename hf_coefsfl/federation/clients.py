@@ -27,14 +27,14 @@ class Federation:
     datasets: list[Any]  # one that all clients share, or one a client
     partition: Partition
     _change: Callable[[Any], Any] | None = None  # what is done to a dataset before it is read
-    _changed: dict[int, Any] = field(default_factory=dict)  # the datasets to which it was done, by their place
+    _changed: dict[int, Any] = field(default_factory=dict)  # the datasets to which it was done, by their index
 
     @classmethod
     def of(cls, data: Any, args: SplitFedConfig) -> Federation:
         """Make the federation of `train_dataset`: partitioned by the config, or a list or dict of client datasets."""
         if isinstance(data, DatasetDict):
             raise ValueError(
-                f"train_dataset is a DatasetDict of the splits {', '.join(map(repr, data))}, which are no clients. "
+                f"train_dataset is a DatasetDict of the splits {', '.join(map(repr, data))}, which are not clients. "
                 "Pass one of them, e.g. dataset['train']."
             )
         if isinstance(data, (Mapping, list, tuple)) and not _is_single(data):
@@ -101,12 +101,12 @@ class Federation:
             return list(dataset.__getitems__(indices))
         return [dataset[i] for i in indices]
 
-    def _dataset(self, place: int) -> Any:
+    def _dataset(self, index: int) -> Any:
         if self._change is None:
-            return self.datasets[place]
-        if place not in self._changed:
-            self._changed[place] = self._change(self.datasets[place])
-        return self._changed[place]
+            return self.datasets[index]
+        if index not in self._changed:
+            self._changed[index] = self._change(self.datasets[index])
+        return self._changed[index]
 
     def map_datasets(self, function: Callable[[Any], Any]) -> Federation:
         """Return the same federation over changed datasets (columns removed, say).
@@ -119,22 +119,22 @@ class Federation:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Send the changed datasets to another process, and not the function, which may not be sent."""
-        return Federation, ([self._dataset(place) for place in range(len(self.datasets))], self.partition)
+        return Federation, ([self._dataset(index) for index in range(len(self.datasets))], self.partition)
 
     def examples(self) -> list[int]:
-        """Return clients whose samples stand for all: one for each set of columns, or all where these are not known."""
-        found: dict[Any, int] = {}
+        """Return clients whose samples stand for all: one for each set of columns, or all if these are not known."""
+        examples: dict[Any, int] = {}
         for client, dataset in enumerate(self.datasets):
             features = getattr(dataset, "features", None)
-            found.setdefault(client if features is None else str(features), client)
-        return list(found.values())
+            examples.setdefault(client if features is None else str(features), client)
+        return list(examples.values())
 
     def labels(self, column: str | None = None) -> tuple[Partition, NDArray[Any], Sequence[str] | None]:
         """Return each client's rows among all clients' samples, their labels, and the names of the classes if known."""
         values = np.concatenate([column_values(dataset, column) for dataset in self.datasets])
         features = getattr(self.datasets[0], "features", {})
-        found = column or next((name for name in LABEL_COLUMNS if name in features), "")
-        names = getattr(features.get(found), "names", None)
+        label = column or next((name for name in LABEL_COLUMNS if name in features), "")
+        names = getattr(features.get(label), "names", None)
         ends = np.cumsum([0, *self.sizes])
         rows = self.partition.indices
         if len(self.datasets) > 1:  # each client's rows, as places in the concatenation

@@ -52,7 +52,7 @@ class ClientReport:
         client, seen = link.observed, server.observed
         server_loss = seen.mean("loss")
         # The loss whose gradient the client followed: its own (an auxiliary network's), or that of the feedback
-        # where it was taken, plus the predicted change.
+        # if it was taken, plus the predicted change.
         followed = seen.mean("feedback_loss", default=server_loss) + client.mean("loss_change")
         return cls(
             num_samples=num_samples,

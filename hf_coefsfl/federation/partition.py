@@ -78,7 +78,7 @@ def dirichlet(
 
     Small `alpha`: a client has few classes and sizes differ much; large `alpha`: close to IID.
     The proportions of all classes are drawn again, at most `max_tries` times, until each client
-    has `min_size` rows; fewer times where the draws are far from it. The rows of a client come shuffled.
+    has `min_size` rows; fewer times if the draws are far from it. The rows of a client come shuffled.
 
     Args:
         labels: one discrete label per row: ints, strings or booleans, in a list, array or tensor.
@@ -221,7 +221,7 @@ def _draw_counts(
 
 
 def _distinct(values: ArrayLike, what: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return the sorted distinct values, and for each row the place of its value among them."""
+    """Return the sorted distinct values, and for each row the index of its value among them."""
     array = _scalars(values, what)
     if not len(array):
         raise ValueError(f"{what}: there are no rows to partition")
@@ -272,8 +272,8 @@ def _scalars(values: Any, what: str) -> NDArray[Any]:
     return values
 
 
-def _not_scalar(what: str, found: object) -> str:
-    text = repr(found)
+def _not_scalar(what: str, value: object) -> str:
+    text = repr(value)
     return (
         f"{what}: one discrete value per row is needed, got {text if len(text) <= 60 else text[:57] + '...'} "
         f"(the labels of token classification and question answering are like this): "

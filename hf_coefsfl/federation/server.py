@@ -107,7 +107,7 @@ class ServerRounds:
         owners: Mapping[int, int],
         initial: Tensor,
     ) -> None:
-        """Put the mean of the surviving clients in the place of the round's initial weights.
+        """Replace the round's initial weights by the mean of the surviving clients.
 
         Args:
             round_index: of the round.
@@ -129,19 +129,19 @@ class ServerRounds:
         return 1
 
     def _surviving(self, round_index: int, reports: dict[int, ClientReport]) -> dict[int, float]:
-        """Return the weights of the clients to average; a failure is an error, or is told and passed over."""
+        """Return the weights of the clients to average; a failure is an error, or is logged and skipped."""
         for client, report in reports.items():
             if report.failure is None:
                 continue
-            told = f"Round {round_index + 1}, client {self.clients.name(client)}: {report.failure}."
+            failed = f"Round {round_index + 1}, client {self.clients.name(client)}: {report.failure}."
             if self.args.on_client_failure == "raise" and report.failure != DROPPED:
                 raise ValueError(
-                    f"{told} The global weights are those of the round before and checkpoints are untouched. Lower "
+                    f"{failed} The global weights are those of the round before and checkpoints are untouched. Lower "
                     "learning_rate or the method's compensation, set max_grad_norm, look at this client's data, or "
                     "set on_client_failure='skip'."
                 )
             if self.accelerator.is_main_process:
-                logger.warning("%s It is left out of the average.", told)
+                logger.warning("%s It is left out of the average.", failed)
         weights = {c: float(report.num_samples) for c, report in reports.items() if report.failure is None}
         if len(weights) >= self.least_clients():
             return weights

@@ -103,7 +103,7 @@ class Simulation(ServerRounds):
     def _run_client(
         self, round_index: int, client: int, fetched: Iterator[list[Any]], learning_rate: float
     ) -> ClientReport:
-        """Train a client on what is fetched next; what it raises is reported where failing clients are skipped."""
+        """Train a client on what is fetched next; what it raises is reported if failing clients are skipped."""
         size = self.federation.sizes[client]
         if self._is_dropped(round_index, client):
             return ClientReport.of_absent(DROPPED, size)

@@ -110,26 +110,26 @@ class UploadCheck:
         """Refuse an exchange of another number of batches, without activations, or with numbers that are not finite."""
         if len(sent) != count:
             raise TransferError(f"{len(sent)} batches came instead of {count}")
-        for place, packed in enumerate(sent.packed):
+        for batch, packed in enumerate(sent.packed):
             if "activations" not in packed.tensors:
-                raise TransferError(f"batch {place} has no activations")
+                raise TransferError(f"batch {batch} has no activations")
             shape = packed.tensors["activations"].shape
             for name, part in packed.tensors.items():
                 if part.shape != shape or part.dtype not in self.dtypes:
-                    raise TransferError(f"{name} of batch {place} is {part.dtype} {tuple(part.shape)}")
+                    raise TransferError(f"{name} of batch {batch} is {part.dtype} {tuple(part.shape)}")
                 values = part.values.read() if isinstance(part.values, Mapped) else part.values
                 if not all(bool(t.isfinite().all()) for t in (values, part.scale) if t is not None):
-                    raise TransferError(f"the {name} of batch {place} hold NaN or infinity")
+                    raise TransferError(f"the {name} of batch {batch} hold NaN or infinity")
 
 
-def check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+def check_tensors(expected: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> None:
     """Refuse tensors of other names, shapes or dtypes than expected, and those that are not finite."""
-    if expected.keys() != found.keys():
-        strange = sorted(expected.keys() ^ found.keys())
+    if expected.keys() != received.keys():
+        strange = sorted(expected.keys() ^ received.keys())
         raise TransferError(
-            f"{len(found)} tensors came instead of {len(expected)}; {strange[0]} is one too few or too many"
+            f"{len(received)} tensors came instead of {len(expected)}; {strange[0]} is one too few or too many"
         )
-    for name, t in found.items():
+    for name, t in received.items():
         wanted = expected[name]
         if t.shape != wanted.shape or t.dtype != wanted.dtype:
             raise TransferError(f"{name} is {t.dtype} {tuple(t.shape)} instead of {wanted.dtype} {tuple(wanted.shape)}")
@@ -145,9 +145,9 @@ def copy_checked(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) ->
         target.copy_(values[name])
 
 
-def check_observed(found: Mapping[str, Tensor], most: int) -> None:
-    """Refuse reports that are no short lists of finite numbers."""
-    for name, t in found.items():
+def check_observed(received: Mapping[str, Tensor], most: int) -> None:
+    """Refuse reports that are not short lists of finite numbers."""
+    for name, t in received.items():
         if name not in _OBSERVED or t.dim() != 1 or t.dtype != torch.float32 or len(t) > most:
             raise TransferError(f"a report {name[:40]!r} is {t.dtype} {tuple(t.shape)}")
         if not bool(t.isfinite().all()):

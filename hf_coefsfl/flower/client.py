@@ -28,9 +28,9 @@ from .wire import (
     chunk_of,
     content,
     header_of,
+    integer,
     read_chunk,
     text,
-    whole,
 )
 
 client_app = ClientApp()
@@ -44,14 +44,14 @@ _ECHOED = ("protocol", "client", "round", "token", "sequence")
 def work_folder(context: Context) -> Path:
     """Return the folder of this node in this run, which only its user may read.
 
-    HF_COEFSFL_WORK names the place; by default it is the folder for temporary files.
+    HF_COEFSFL_WORK names its parent; by default that is the folder for temporary files.
     """
-    place = Path(os.environ.get("HF_COEFSFL_WORK") or tempfile.gettempdir())
-    folder = place / f"hf_coefsfl-{os.getuid()}" / f"{context.run_id}-{context.node_id}"
-    for made in (folder.parent, folder):  # the first lies where others may write: it must be ours, and no link
+    parent = Path(os.environ.get("HF_COEFSFL_WORK") or tempfile.gettempdir())
+    folder = parent / f"hf_coefsfl-{os.getuid()}" / f"{context.run_id}-{context.node_id}"
+    for made in (folder.parent, folder):  # the first lies where others may write: it must be ours, and not a link
         made.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = made.lstat()
-        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+        status = made.lstat()
+        if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
             raise PermissionError(f"{made} is not this user's folder. Set HF_COEFSFL_WORK to a folder of your own.")
         made.chmod(0o700)
     return folder
@@ -73,10 +73,10 @@ def hello(message: Message, context: Context) -> Message:
 def deliver(message: Message, context: Context) -> Message:
     """Take a chunk of the payload of the next step."""
     header, folder = header_of(message.content), work_folder(context)
-    manifest = Manifest.read(header, whole(header, "max_payload"))
+    manifest = Manifest.read(header, integer(header, "max_payload"))
     if manifest is None:
         raise TransferError("a chunk came without a manifest")
-    offset = whole(header, "offset")
+    offset = integer(header, "offset")
     if offset == 0:
         (folder / _INBOX).unlink(missing_ok=True)
     there = Incoming(folder / _INBOX, manifest).append(offset, chunk_of(message.content))
@@ -87,7 +87,7 @@ def deliver(message: Message, context: Context) -> Message:
 def fetch(message: Message, context: Context) -> Message:
     """Send a chunk of what the last step left; with the last chunk it is deleted."""
     header, folder = header_of(message.content), work_folder(context)
-    offset, size = whole(header, "offset"), whole(header, "chunk_size")
+    offset, size = integer(header, "offset"), integer(header, "chunk_size")
     checksum = folder / _CHECKSUM
     if not checksum.exists() or text(header, "payload_sha256") != checksum.read_text():
         raise TransferError("there is no such payload here")
@@ -102,7 +102,7 @@ def fetch(message: Message, context: Context) -> Message:
 def step(message: Message, context: Context) -> Message:
     """Do some calls of the round script."""
     header, folder = header_of(message.content), work_folder(context)
-    manifest = Manifest.read(header, whole(header, "max_payload"))
+    manifest = Manifest.read(header, integer(header, "max_payload"))
     payload = None
     if manifest is not None:
         incoming = Incoming(folder / _INBOX, manifest)
@@ -118,7 +118,7 @@ def step(message: Message, context: Context) -> Message:
     node = ClientNode(context.run_config, context.node_config)
     done = ClientRound(node, folder, header).run(json.loads(text(header, "calls")), payload, folder / _OUTBOX)
     (folder / _INBOX).unlink(missing_ok=True)
-    return Message(_answer(_echo(header) | done, folder / _OUTBOX, whole(header, "chunk_size")), reply_to=message)
+    return Message(_answer(_echo(header) | done, folder / _OUTBOX, integer(header, "chunk_size")), reply_to=message)
 
 
 def _answer(header: dict[str, Any], outbox: Path, chunk_size: int) -> Any:

@@ -29,7 +29,7 @@ from .wire import PROTOCOL
 
 
 class HalfAlone:
-    """A client half in the place of a split model, as far as methods look at one on a client."""
+    """A client half that stands in for a split model, as far as methods look at one on a client."""
 
     def __init__(self, client: ClientHalf):
         self.client, self.model = client, client.model
@@ -122,14 +122,14 @@ def _number(node_config: Mapping[str, Any]) -> int:
 
 def fingerprint(half: ClientHalf) -> str:
     """Return a checksum of a client half: the cut, every frozen weight, and the names and shapes of the trained."""
-    found = hashlib.sha256(f"{half.cut.blocks} {half.cut.index}".encode())
+    checksum = hashlib.sha256(f"{half.cut.blocks} {half.cut.index}".encode())
     for name, parameter in sorted(half.model.named_parameters()):
         if _is_hollow(parameter):
             continue
-        found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}".encode())
+        checksum.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}".encode())
         if not parameter.requires_grad:
-            found.update(_bytes(parameter))
-    return found.hexdigest()
+            checksum.update(_bytes(parameter))
+    return checksum.hexdigest()
 
 
 def _is_hollow(parameter: nn.Parameter) -> bool:

@@ -25,7 +25,7 @@ from ..protocol.seeds import preserved_random_state
 from ..protocol.wire import read_exchange, read_message, write_exchange, write_message
 from .checks import copy_checked
 from .client_node import ClientNode
-from .wire import TransferError, text, whole
+from .wire import TransferError, integer, text
 
 _TENSORS, _STATE, _UPLOAD, _INITIAL = "round.safetensors", "round.json", "upload", "initial"
 
@@ -50,10 +50,10 @@ class ClientRound:
     """
 
     def __init__(self, node: ClientNode, folder: Path, header: Mapping[str, Any]):
-        if whole(header, "client") != node.client:
+        if integer(header, "client") != node.client:
             raise TransferError(f"this is client {node.client}, the message is for client {header['client']}")
         self.node, self.folder = node, folder
-        self.round_index, self.sequence = whole(header, "round"), whole(header, "sequence")
+        self.round_index, self.sequence = integer(header, "round"), integer(header, "sequence")
         self.token = text(header, "token")
         learning_rate = header.get("learning_rate")
         if not isinstance(learning_rate, float) or not 0 <= learning_rate < float("inf"):
@@ -61,7 +61,7 @@ class ClientRound:
         self.method: Method = node.methods.of_round(self.round_index)
         self.store = Store(
             node.config.exchange_dtype,
-            whole(header, "memory_limit"),
+            integer(header, "memory_limit"),
             folder,
             leading=bool(header.get("leading")),
             trailing=bool(header.get("trailing")),
@@ -82,8 +82,8 @@ class ClientRound:
 
     def _state(self) -> dict[str, Any]:
         path = self.folder / _STATE
-        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        return found
+        state: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return state
 
     def run(self, calls: list[Any], payload: Path | None, outbox: Path) -> dict[str, Any]:
         """Do the calls of one message; return what is answered. What is to be sent is left in `outbox`."""

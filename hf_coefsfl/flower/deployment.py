@@ -64,7 +64,7 @@ class Deployment(ServerRounds):
         options: of the deployment.
         accelerator: of the trainer.
         labels: of a batch of one sample, of the form that clients must send.
-        max_tokens: of a sample, where the task says so.
+        max_tokens: of a sample, if the task says so.
     """
 
     clients: Roster
@@ -174,7 +174,7 @@ class Deployment(ServerRounds):
     def sample(self, round_index: int) -> tuple[int, list[int]]:
         """Return how many clients a round needs, and whom it asks.
 
-        They are the simulation's; in the place of those who are not there, and for over-sampling, others are drawn.
+        They are the simulation's; others are drawn instead of those who are not there, and for over-sampling.
         """
         there = set(self.roster.online())
         wanted = sample_clients(self.args.seed, round_index, len(self.roster), self.args.participation)

@@ -21,7 +21,7 @@ from ..protocol.padding import kept_positions
 from ..protocol.wire import read_exchange, read_message, write_exchange, write_message
 from .checks import UploadCheck, check_observed, check_tensors
 from .transport import Channel
-from .wire import TransferError, whole
+from .wire import TransferError, integer
 
 _REPORT = 2**23  # bytes: room for the losses that come with the trained weights, and the names of all
 
@@ -104,7 +104,7 @@ class FlowerLink(ClientLink):
 
     @property
     def num_batches(self) -> int:
-        """How many batches the client has. Where nothing has told so yet, the first is uploaded ahead, which does."""
+        """How many batches the client has. If no answer has said so yet, the first is uploaded ahead."""
         if self._num_batches is None:
             self._ahead = self._ask_for([0])
         assert self._num_batches is not None
@@ -175,7 +175,7 @@ class FlowerLink(ClientLink):
             payload = self.channel.file("weights")
             write_message(self.weights, payload)
         answer, received = self.channel.step(calls, payload, limit)
-        count, samples = whole(answer, "num_batches"), whole(answer, "num_samples")
+        count, samples = integer(answer, "num_batches"), integer(answer, "num_samples")
         if samples != self.num_samples:
             raise TransferError(f"the client has {samples} samples now, it had {self.num_samples}")
         if not 1 <= count <= samples or self._num_batches not in (None, count):

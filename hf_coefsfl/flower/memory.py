@@ -9,7 +9,7 @@ _MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 def return_freed_memory(from_size: int = 1 << 20) -> None:
-    """Have the allocator give large blocks back to the system as soon as they are freed, where it can be told to.
+    """Have the allocator give large blocks back to the system as soon as they are freed, if it has that setting.
 
     Otherwise glibc keeps them for reuse, and small tensors that outlive them make the pieces too small for that.
     """

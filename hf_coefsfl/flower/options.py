@@ -80,15 +80,15 @@ def read_run_config(given: Mapping[str, Any]) -> RunOptions:
     Its keys are the options of `coefsfl train TASK` and those of `DeploymentOptions`, with underscores or hyphens.
     An empty text stands for an option that is not given, as every key must have a value in a run config.
     """
-    found: dict[str, Any] = _DEFAULTS | {key.replace("-", "_"): value for key, value in given.items() if value != ""}
-    if "hub_token" in found:
+    options: dict[str, Any] = _DEFAULTS | {key.replace("-", "_"): value for key, value in given.items() if value != ""}
+    if "hub_token" in options:
         raise ValueError("hub_token would go to every client. Set HF_TOKEN where the server runs.")
     ours = {f.name for f in fields(DeploymentOptions)}
-    deployment = DeploymentOptions(**{name: value for name, value in found.items() if name in ours})
-    half = found.pop("client_half", None)
+    deployment = DeploymentOptions(**{name: value for name, value in options.items() if name in ours})
+    half = options.pop("client_half", None)
     task = TASKS[deployment.task]
     argv: list[str] = []
-    for name, value in found.items():
+    for name, value in options.items():
         if name not in ours:
             spread = shlex.split(value) if name in ("columns", "eval_split") else [str(value)]
             argv += [f"--{name}", *spread]

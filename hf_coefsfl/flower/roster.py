@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import __version__
 from .transport import Courier, Deadline
-from .wire import PROTOCOL, TransferError, header_of, text, whole
+from .wire import PROTOCOL, TransferError, header_of, integer, text
 
 logger = logging.getLogger(__name__)
 _MOST_SAMPLES = 2**40
@@ -47,7 +47,7 @@ class Roster:
         self._online: set[int] = set()
 
     def close(self) -> None:
-        """Fix the number of clients, where it was not given: as many as are there now."""
+        """Fix the number of clients if it was not given: as many as are there now."""
         self._num_clients = len(self)
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class Roster:
 
         Those who are being asked who they are get some time to answer, and are taken on later if they need more.
         """
-        end, told = time.monotonic() + seconds, time.monotonic()
+        end, logged = time.monotonic() + seconds, time.monotonic()
         while True:
             self.refresh()
             there = len(self.online())
@@ -81,8 +81,8 @@ class Roster:
                 return True
             if now >= end:
                 return there >= least
-            if there < least and now - told > 60:
-                told = now
+            if there < least and now - logged > 60:
+                logged = now
                 logger.warning("%d of at least %d clients are there; waiting for the others.", there, least)
             time.sleep(1.0 if there < least else 0.2)
 
@@ -117,7 +117,7 @@ class Roster:
             self._answers[node] = error
 
     def _admit(self, node: int, header: dict[str, Any]) -> None:
-        client, name, samples = whole(header, "client"), text(header, "name"), whole(header, "num_samples")
+        client, name, samples = integer(header, "client"), text(header, "name"), integer(header, "num_samples")
         if text(header, "version") != __version__:
             raise TransferError(f"it runs hf_coefsfl {header['version']!r}, the server {__version__}")
         if not 0 <= client < (self._num_clients or _MOST_CLIENTS):

@@ -85,7 +85,7 @@ def _preload() -> None:
 
 
 def _end_with_parent() -> None:
-    """Have this process end when the one that started it does, where the system can."""
+    """Have this process end when the one that started it does, if the system can."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -23,7 +23,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 from tqdm.auto import tqdm
 
-from .wire import PROTOCOL, Incoming, Manifest, TransferError, chunk_of, content, header_of, read_chunk, whole
+from .wire import PROTOCOL, Incoming, Manifest, TransferError, chunk_of, content, header_of, integer, read_chunk
 
 logger = logging.getLogger(__name__)
 _POLL, _LONGEST_POLL = 0.05, 1.0  # seconds between two looks for an answer
@@ -90,11 +90,11 @@ class Courier:
             if not number:
                 raise Unanswered("Flower could not send the message")
             while deadline.left() > 0:
-                found = self._tried(self.grid.pull_messages, [number])
-                if found:
-                    if len(found) > 1:
-                        logger.warning("%d answers came to one message; the first counts.", len(found))
-                    answered.set_result(found[0])
+                answers = self._tried(self.grid.pull_messages, [number])
+                if answers:
+                    if len(answers) > 1:
+                        logger.warning("%d answers came to one message; the first counts.", len(answers))
+                    answered.set_result(answers[0])
                     return
                 time.sleep(pause)
                 pause = min(pause * 1.5, _LONGEST_POLL)
@@ -148,7 +148,7 @@ class Channel:
     token: str = field(default_factory=lambda: secrets.token_hex(16))
 
     def file(self, kind: str) -> Path:
-        """Return the place of a payload; no other round or client uses it."""
+        """Return the file of a payload; no other round or client uses it."""
         return self.folder / f"{kind}-{self.header['client']}-{self.token}"
 
     def step(
@@ -190,9 +190,9 @@ class Channel:
         with self._progress("to", manifest.size) as bar:
             for offset in range(0, manifest.size, self.chunk_size):
                 chunk = read_chunk(payload, offset, self.chunk_size)
-                told = header | {"offset": offset}
-                reply = self.courier.ask(self.node, "query.deliver", told, chunk, self.deadline)
-                there = whole(header_of(reply), "received")
+                numbered = header | {"offset": offset}
+                reply = self.courier.ask(self.node, "query.deliver", numbered, chunk, self.deadline)
+                there = integer(header_of(reply), "received")
                 if there != offset + len(chunk):
                     raise TransferError(f"the client has {there} bytes of a payload instead of {offset + len(chunk)}")
                 bar.update(len(chunk))

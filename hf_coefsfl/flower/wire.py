@@ -31,11 +31,11 @@ class Manifest:
     @classmethod
     def of(cls, path: Path) -> Manifest:
         """Describe a file."""
-        found = hashlib.sha256()
+        checksum = hashlib.sha256()
         with path.open("rb") as file:
             while part := file.read(1 << 20):
-                found.update(part)
-        return cls(path.stat().st_size, found.hexdigest())
+                checksum.update(part)
+        return cls(path.stat().st_size, checksum.hexdigest())
 
     def entries(self) -> dict[str, Any]:
         """Return the manifest as entries of a header."""
@@ -46,7 +46,7 @@ class Manifest:
         """Return the manifest of a header, if it announces a payload; one that exceeds the limit is refused."""
         if "payload_size" not in header:
             return None
-        size, sha256 = whole(header, "payload_size"), text(header, "payload_sha256")
+        size, sha256 = integer(header, "payload_size"), text(header, "payload_sha256")
         if not 0 <= size <= limit:
             raise TransferError(f"a payload of {size} bytes is announced, at most {limit} are taken")
         return cls(size, sha256)
@@ -95,7 +95,7 @@ class Incoming:
         self.path, self.manifest = path, manifest
 
     def append(self, offset: int, chunk: bytes) -> int:
-        """Write a chunk at its place, which is the end of what there is; return how many bytes there are now.
+        """Append a chunk; return how many bytes there are now.
 
         The chunk before may come again, when its sender did not hear that it arrived.
         """
@@ -117,7 +117,7 @@ class Incoming:
         return self.path
 
 
-def whole(header: Mapping[str, Any], name: str) -> int:
+def integer(header: Mapping[str, Any], name: str) -> int:
     """Return an entry of a header that must be a whole number."""
     value = header.get(name)
     if isinstance(value, bool) or not isinstance(value, int):

@@ -86,7 +86,7 @@ class ClientSide(Side):
         self._current = None  # its graph is spent
 
     def output_blocks(self, batch: int) -> list[OutputBlock]:
-        """Return the outputs of the loss that this batch's labels speak of; none where the loss is not known."""
+        """Return the outputs of the loss that this batch's labels speak of; none if the loss is not known."""
         if not self.loss_spec.has_known_curvature:
             return []
         smashed = self.initial[batch]

@@ -42,13 +42,13 @@ class RoundContext:
         if self.noise == 0:
             return activations
         seed = self.seed if self.noise_seed is None else self.noise_seed
-        place = derive_seed(seed, "noise", self.round_index, self.client, batch)
-        generator = torch.Generator(activations.device).manual_seed(place)
+        derived = derive_seed(seed, "noise", self.round_index, self.client, batch)
+        generator = torch.Generator(activations.device).manual_seed(derived)
         drawn = torch.randn(activations.shape, generator=generator, device=activations.device, dtype=activations.dtype)
         return activations + self.noise * drawn
 
     def synchronize_masks(self, half: nn.Module, stream: str, batch: int) -> None:
-        """Make every pass of a half over a batch draw the same dropout masks, so that s − s₀ is no noise."""
+        """Make every pass of a half over a batch draw the same dropout masks, so that s − s₀ holds no noise."""
         if half.training:
             set_random_state(self.derive_seed(stream, batch))
 
@@ -64,12 +64,12 @@ class Observations:
         self.values.setdefault(name, []).append(value.detach().float())
 
     def mean(self, name: str, default: float = 0.0) -> float:
-        """Return the mean of what was noted, or `default` where nothing was."""
+        """Return the mean of what was noted, or `default` if nothing was."""
         noted = self.values.get(name)
         return torch.stack(noted).mean().item() if noted else default
 
     def first_nonfinite(self, *names: str) -> int | None:
-        """Return the place of the first NaN or infinity in what was noted under the names, one after the other."""
+        """Return the index of the first NaN or infinity in what was noted under the names, one after the other."""
         noted = [value for name in names for value in self.values.get(name, [])]
         places = torch.stack(noted).isfinite().logical_not().nonzero() if noted else torch.empty(0)
         return int(places[0]) if len(places) else None

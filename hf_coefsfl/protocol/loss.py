@@ -47,7 +47,7 @@ class OutputBlock:
         return {"softmax": 0.5, "squared_error": 2.0, "sigmoid": 0.25}[self.kind]
 
     def residual_diameter(self) -> Tensor:
-        """(b,): how far two residuals of a sample can be apart; inf where they are unbounded."""
+        """(b,): how far two residuals of a sample can be apart; inf if they are unbounded."""
         terms = self.mask.reshape(len(self.mask), -1).sum(1).float()
         if self.kind == "softmax":
             return (2 * terms).sqrt()  # two probability vectors are at most √2 apart

@@ -24,14 +24,14 @@ class Message:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the message by name; entries of a dict field are `field.key`."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name in self.kinds:
             value = getattr(self, name)
             if isinstance(value, dict):
-                found |= {f"{name}.{key}": t for key, t in value.items()}
+                tensors |= {f"{name}.{key}": t for key, t in value.items()}
             elif value is not None:
-                found[name] = value
-        return found
+                tensors[name] = value
+        return tensors
 
     def nbytes(self) -> dict[str, int]:
         """Bytes of the tensors by ledger heading."""

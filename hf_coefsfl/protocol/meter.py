@@ -28,7 +28,7 @@ class Meter:
     def federate(self, adapters: Mapping[str, Tensor], auxiliary: Mapping[str, Tensor]) -> None:
         """Count the weights of federated averaging: down before the round, up after it.
 
-        They are no transfers of the exchange across the cut, and the paper's table leaves them out.
+        They do not count as transfers across the cut, and the paper's table leaves them out.
         """
         for direction in (self.down, self.up):
             self.count(direction, Parameters(dict(adapters), dict(auxiliary)))

@@ -92,13 +92,13 @@ class Mapped:
         """Return the values; those at an odd place in a file are copied, because sums may depend on the address."""
         ahead = self.start % mmap.ALLOCATIONGRANULARITY
         mapping = mmap.mmap(self.file.fileno(), self.size + ahead, access=mmap.ACCESS_COPY, offset=self.start - ahead)
-        found = torch.frombuffer(mapping, dtype=torch.uint8, offset=ahead)
-        return (found.clone() if ahead % _ALIGNMENT else found).view(self.dtype).view(self.shape)
+        mapped = torch.frombuffer(mapping, dtype=torch.uint8, offset=ahead)
+        return (mapped.clone() if ahead % _ALIGNMENT else mapped).view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
 class Places:
-    """The kept positions of (samples, tokens), counted through: found once, as finding them waits for the device."""
+    """The kept positions of (samples, tokens), numbered row by row; computed once, because it waits for the device."""
 
     shape: torch.Size
     index: Tensor
@@ -199,22 +199,22 @@ class Exchange(Sequence[M]):
         return len(self.packed)
 
     @overload
-    def __getitem__(self, place: int) -> M: ...
+    def __getitem__(self, index: int) -> M: ...
     @overload
-    def __getitem__(self, place: slice) -> Exchange[M]: ...
-    def __getitem__(self, place: int | slice) -> M | Exchange[M]:
+    def __getitem__(self, index: slice) -> Exchange[M]: ...
+    def __getitem__(self, index: int | slice) -> M | Exchange[M]:
         """Unpack a message, or choose some of them without unpacking."""
-        if isinstance(place, slice):
+        if isinstance(index, slice):
             chosen: Exchange[M] = Exchange(self.store, self.lasting)
-            chosen.packed = self.packed[place]
+            chosen.packed = self.packed[index]
             return chosen
-        if self._read is None or self._read[0] != place:
-            self._read = (place, self.packed[place].unpack())
+        if self._read is None or self._read[0] != index:
+            self._read = (index, self.packed[index].unpack())
         return self._read[1]
 
-    def kept(self, place: int) -> Tensor | None:
+    def kept(self, index: int) -> Tensor | None:
         """Return which token positions of a message hold anything (b, T); None: all."""
-        return self.packed[place].kept
+        return self.packed[index].kept
 
     def types(self) -> list[type[Message]]:
         """Return what kind of message each is, without unpacking it."""

@@ -1,4 +1,4 @@
-"""Which token positions at the cut hold anything: padding is neither sent nor kept where nothing depends on it."""
+"""Which token positions at the cut hold anything: padding is neither sent nor stored if nothing depends on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tensors import over
 
 
 def position_mask(smashed: SmashedData) -> Tensor | None:
-    """Return which positions at the cut are no padding (b, T); None where the batch does not say.
+    """Return which positions at the cut are not padding (b, T); None if the batch does not say.
 
     The mask of audio is over the raw signal and does not fit the cut: all its positions count.
     """
@@ -68,5 +68,5 @@ def mirrored(smashed: SmashedData) -> SmashedData:
 
 
 def without_padding(t: Tensor, kept: Tensor | None) -> Tensor:
-    """Return zeros in place of what is not kept of a tensor (b, T, ...)."""
+    """Return a tensor (b, T, ...) with zeros at the positions that are not kept."""
     return t if kept is None else t.masked_fill(~over(kept, t), 0.0)

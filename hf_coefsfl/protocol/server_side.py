@@ -45,7 +45,7 @@ class ServerSide(Side):
         return leaf.activations.grad
 
     def local_updates(self, smashed: Sequence[SmashedData]) -> None:
-        """Walk the cached smashed data for `local_epochs` epochs, Eq. (server-local)."""
+        """Walk the cached smashed data for `local_epochs` epochs, one step on θˢ each."""
         for _ in range(self.context.local_epochs):
             for batch, data in enumerate(smashed):
                 self.train_step(data, batch)

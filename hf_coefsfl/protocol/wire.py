@@ -45,8 +45,8 @@ def read_message(path: Path, kind: type[M], device: torch.device = torch.device(
 def write_exchange(exchange: Exchange[Any], path: Path) -> None:
     """Write an exchange of messages of one kind."""
     (kind,) = set(exchange.types())
-    told = [{"plain": _plain(packed.rest), "packed": _declared(packed)} for packed in exchange.packed]
-    header: dict[str, Any] = {"__metadata__": {"kind": kind.__name__, "messages": json.dumps(told)}}
+    declared = [{"plain": _plain(packed.rest), "packed": _declared(packed)} for packed in exchange.packed]
+    header: dict[str, Any] = {"__metadata__": {"kind": kind.__name__, "messages": json.dumps(declared)}}
     end = 0
     for name, values in _named(exchange):
         size = values.size if isinstance(values, Mapped) else values.numel() * values.element_size()
@@ -71,13 +71,13 @@ def _write(file: IO[bytes], values: Tensor) -> None:
 
 
 def _named(exchange: Exchange[Any]) -> Iterator[tuple[str, Tensor | Mapped]]:
-    for place, packed in enumerate(exchange.packed):
+    for index, packed in enumerate(exchange.packed):
         for name, t in packed.rest.tensors().items():
-            yield f"{place}.{name}", t
+            yield f"{index}.{name}", t
         for name, part in packed.tensors.items():
-            yield f"{place}.{name}", part.values
+            yield f"{index}.{name}", part.values
             if part.scale is not None:
-                yield f"{place}.{name}{_SCALE}", part.scale
+                yield f"{index}.{name}{_SCALE}", part.scale
 
 
 def _plain(message: Message) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def read_exchange(
         path: of the file, which may be deleted as soon as this function has returned.
         kind: what its messages are; those of a subclass are accepted as well.
         store: of the form in which they were packed.
-        kept: gives the positions that were kept of a message, from its place and what is known of it: a packed tensor
+        kept: gives the positions that were kept of a message, from its number and what is known of it: a packed tensor
             has its declared shape and no content there.
         device: where messages are unpacked.
         most: messages that the file may hold.
@@ -116,19 +116,19 @@ def read_exchange(
         with safe_open(path, "pt") as checked:  # header, offsets, sizes and the file's length
             metadata = checked.metadata() or {}
     except SafetensorError as error:
-        raise ValueError(f"it is no safetensors file: {error}") from error
+        raise ValueError(f"it is not a safetensors file: {error}") from error
     try:
-        told = json.loads(metadata.get("messages", ""))
-        if most is not None and len(told) > most:
-            raise ValueError(f"it holds {len(told)} messages, at most {most} were expected")
+        declared = json.loads(metadata.get("messages", ""))
+        if most is not None and len(declared) > most:
+            raise ValueError(f"it holds {len(declared)} messages, at most {most} were expected")
         file = path.open("rb")
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-        messages = _by_message(header, len(told))
+        messages = _by_message(header, len(declared))
         reader = _Reader(file, 8 + length, header, store, device, most_beside)
         exchange: Exchange[M] = Exchange(store)
-        for place, (plain, names) in enumerate(zip(told, messages, strict=True)):
-            exchange.packed.append(reader.message(_known(kind, metadata.get("kind")), place, plain, names, kept))
+        for index, (plain, names) in enumerate(zip(declared, messages, strict=True)):
+            exchange.packed.append(reader.message(_known(kind, metadata.get("kind")), index, plain, names, kept))
     except (LookupError, TypeError, AttributeError, OverflowError, RecursionError, RuntimeError) as error:
         raise ValueError(f"its declaration does not fit: {type(error).__name__}: {error}") from error
     return exchange
@@ -146,14 +146,14 @@ def _known(kind: type[M], name: str | None) -> type[M]:
 
 
 def _by_message(header: dict[str, Any], count: int) -> list[list[str]]:
-    found: list[list[str]] = [[] for _ in range(count)]
+    names: list[list[str]] = [[] for _ in range(count)]
     for name in header:
         if name != "__metadata__":
-            place = name.split(".", 1)[0]
-            if not place.isdecimal() or int(place) >= count:
+            index = name.split(".", 1)[0]
+            if not index.isdecimal() or int(index) >= count:
                 raise ValueError(f"it holds {name!r}, but {count} messages")
-            found[int(place)].append(name)
-    return found
+            names[int(index)].append(name)
+    return names
 
 
 class _Reader:
@@ -172,19 +172,19 @@ class _Reader:
         return Mapped(self.file, self.data + start, end - start, torch.Size(entry["shape"]), dtype)
 
     def here(self, name: str) -> Tensor:
-        found = self.tensor(name)
-        return (found if isinstance(found, Tensor) else found.read().clone()).to(self.device)
+        values = self.tensor(name)
+        return (values if isinstance(values, Tensor) else values.read().clone()).to(self.device)
 
-    def message(self, kind: type[M], place: int, told: Any, names: list[str], kept: Kept[M]) -> Packed[M]:
+    def message(self, kind: type[M], index: int, declared: Any, names: list[str], kept: Kept[M]) -> Packed[M]:
         values: dict[str, Any] = {
             name: {key: tuple(map(int, shape)) for key, shape in shapes.items()}
-            for name, shapes in told["plain"].items()
+            for name, shapes in declared["plain"].items()
         }
-        shapes = {name: torch.Size(entry["shape"]) for name, entry in told["packed"].items()}
+        shapes = {name: torch.Size(entry["shape"]) for name, entry in declared["packed"].items()}
         sizes = {name: self.header[name]["data_offsets"][1] - self.header[name]["data_offsets"][0] for name in names}
         large = sum(size for name, size in sizes.items() if name.split(".", 1)[1] in shapes)
         if sum(sizes.values()) - large > self.most_beside + 4 * large:
-            raise ValueError(f"message {place} has more beside its packed tensors than in them")
+            raise ValueError(f"message {index} has more beside its packed tensors than in them")
         for name in names:
             field, _, key = name.split(".", 1)[1].partition(".")
             if name.endswith(_SCALE) or field in shapes:
@@ -198,10 +198,10 @@ class _Reader:
         # Without memory: the shapes are not yet known to be sound.
         outlines = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         rest = kind(**values, **outlines)
-        mask = self.store.positions(kept(place, rest))
+        mask = self.store.positions(kept(index, rest))
         places = None if mask is None else Places(mask.shape, mask.flatten().nonzero().squeeze(1))
         packed = {
-            name: self.packed(f"{place}.{name}", shape, _NAMED[told["packed"][name]["dtype"]], places)
+            name: self.packed(f"{index}.{name}", shape, _NAMED[declared["packed"][name]["dtype"]], places)
             for name, shape in shapes.items()
         }
         nothing: dict[str, Any] = dict.fromkeys(packed)

@@ -91,7 +91,7 @@ def test_client_without_data(tmp_path: Path, drop_last: bool) -> None:
 
 
 def test_splits_are_no_clients(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="DatasetDict of the splits 'train', 'test', which are no clients"):
+    with pytest.raises(ValueError, match="DatasetDict of the splits 'train', 'test', which are not clients"):
         trainer(tmp_path, data=DatasetDict(train=images(8), test=images(8)), num_clients=None)
 
 
