@@ -95,6 +95,8 @@ SHORT = {
     r"ran \d+ times": "its blocks run several times",
     "changes its own parameters": "its forward pass changes its own weights",
     "must contain at least one <eos>|decoder_inputs_embeds": "its server side needs the token ids as well",
+    "'NoneType' object has no attribute": "it reads weights outside its blocks without gradients",
+    "support the deepcopy": "it keeps tensors of an earlier forward pass",
     "outputs differ": "its server side needs more than the hidden state at the cut",
     "gradients differ": "gradients differ",
 }
