@@ -222,7 +222,7 @@ def test_interrupted_it_ends_its_workers(
     finally:
         signal.signal(signal.SIGINT, before)
     assert left.value.code == 130
-    assert "0 of 4 runs are done. The same command goes on" in capfd.readouterr().err
+    assert "0 of 4 runs are done. The same command continues" in capfd.readouterr().err
     assert len(list(tmp_path.glob("out/runs/*/log.txt"))) == 2 and not journal(tmp_path / "out/runs")
     monkeypatch.setattr(runner.time, "sleep", sleep)
     monkeypatch.delenv("FAKE_WAIT")
