@@ -259,12 +259,15 @@ def as_markdown(results: list[Result]) -> str:
         "that `split_model` has not seen. `exact` means that both agree within 1e-4, relative. `split_model` makes the",
         "same comparison on an example before it returns, so a model that is not listed is refused if it is not exact.",
         "",
-        f"transformers {transformers.__version__}: of {len(tried)} models, **{counts['exact']} are exact** and "
-        f"{counts['refused']} are refused with a reason; {counts['wrong']} are accepted although they differ, "
-        f"{counts['error']} end in another error.",
+        *textwrap.wrap(
+            f"transformers {transformers.__version__}: of {len(tried)} models, **{counts['exact']} are exact** and "
+            f"{counts['refused']} are refused with a reason; {counts['wrong']} are accepted although they differ, "
+            f"{counts['error']} end in another error.",
+            118,
+        ),
         f"Another {counts['not built']} were not tried (last section).",
         "",
-        f"Heads: {', '.join(HEADS)}.",
+        *textwrap.wrap(f"Heads: {', '.join(HEADS)}.", 118),
         "",
         "| model type | exact | refused, and why |",
         "|---|---|---|",

@@ -142,7 +142,7 @@ class SplitFedConfig(TrainingArguments):
 
     # --- Partition of a single dataset ---
     partition: str = field(
-        default="iid", metadata={"help": "iid, dirichlet (label skew) or column (a client a value)."}
+        default="iid", metadata={"help": "iid, dirichlet (label skew) or column (one client per value)."}
     )
     partition_column: str | None = field(
         default=None, metadata={"help": "Column to skew or to split by. Default: labels or label."}

@@ -22,7 +22,7 @@ Scheme = Literal["iid", "dirichlet", "column"]
 LABEL_COLUMNS = ("labels", "label")
 # Beyond these, numpy's Dirichlet sampler underflows or overflows; the partitions no longer change by then.
 ALPHA_RANGE = (1e-6, 1e9)
-# Draws of a Dirichlet partition of which the best leaves more clients short than this: chance will not mend it.
+# Give up after so many draws if even the best leaves more than so many clients with too few samples.
 _HOPELESS_DRAWS, _HOPELESS_CLIENTS = 20, 50
 # One stream per scheme: IID and Dirichlet partitions of one seed do not share their randomness.
 _IID_STREAM, _DIRICHLET_STREAM = 0, 1

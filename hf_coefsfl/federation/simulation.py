@@ -29,7 +29,7 @@ from .server import ServerRounds
 
 
 class Observer(Protocol):
-    """Measures the first sampled client of a round beside the training, which sees nothing of it."""
+    """Measures the first sampled client of a round without changing the training."""
 
     def due(self, round_index: int) -> bool:
         """Return whether this round is measured."""
@@ -38,7 +38,7 @@ class Observer(Protocol):
         """Return what was measured, for `take`. Both sides stand at the round-initial weights and may be changed."""
 
     def take(self, result: Any) -> None:
-        """Take up a measurement. Called in every process; one of them has measured."""
+        """Store a measurement. Called in every process, with the result of the one that measured."""
 
 
 class Simulation(ServerRounds):

@@ -1,4 +1,4 @@
-"""A client's round, of which each process does a part: its weights, optimizer and exchange lie in files in between."""
+"""One client's round. Weights, optimizer and exchange lie in files between messages: each may run in a new process."""
 
 from __future__ import annotations
 

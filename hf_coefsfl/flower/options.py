@@ -14,7 +14,7 @@ from ..methods.base import at_least
 from ..tasks import TASKS, FineTuningTask, TaskArguments
 from ..tasks.options import parse_options
 
-# A server that is started again goes on, and a client that is lost ends no run.
+# A restarted server resumes, and a lost client does not end the run.
 _DEFAULTS = {"on_client_failure": "skip", "resume_from_checkpoint": "last", "save_steps": 1}
 
 
@@ -32,7 +32,7 @@ class DeploymentOptions:
 
     task: str = field(default="mnli", metadata={"help": "One of the tasks of `coefsfl train`."})
     min_clients: int = field(
-        default=2, metadata={"help": "Clients that must be there to begin, and must be left for an average."}
+        default=2, metadata={"help": "Clients that must be connected to begin, and that must remain for an average."}
     )
     round_timeout: float = field(
         default=3600.0, metadata={"help": "Seconds after which a round goes on without those who have not answered."}
@@ -42,7 +42,9 @@ class DeploymentOptions:
         default=0.0, metadata={"help": "Ask this share of clients more than needed; the round ends without the last."}
     )
     chunk_size: int | str = field(default="16MiB", metadata={"help": "Largest part of a payload in one message."})
-    max_payload: int | str = field(default="16GiB", metadata={"help": "Largest payload that is taken from the others."})
+    max_payload: int | str = field(
+        default="16GiB", metadata={"help": "Largest payload that is accepted from the other side."}
+    )
 
     def __post_init__(self) -> None:
         """Check the options before anything is built."""

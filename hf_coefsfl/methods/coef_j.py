@@ -35,8 +35,8 @@ class CoeFJ(GradientReuse):
     title: ClassVar[str] = "CoeF-J"
     table_position: ClassVar[int] = 9
 
-    num_projections: int = option(1, "R")
-    curvature_bound: float | None = option(None, "M; None: the per-sample rule")
+    num_projections: int = option(1, "R, random projections per sample")
+    curvature_bound: float | None = option(None, "M, a constant bound on the curvature; None: one per sample")
     exact: bool = option(False, "send one projection for each output")
 
     def __post_init__(self) -> None:

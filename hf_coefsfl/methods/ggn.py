@@ -27,7 +27,7 @@ class GGN(GradientReuse):
     differentiates_twice: ClassVar[bool] = True
 
     rank: int = option(4, "eigenpairs of each sample")
-    num_iterations: int = option(8, "of the Lanczos method, at least `rank`")
+    num_iterations: int = option(8, "Lanczos iterations, at least `rank`")
 
     def __post_init__(self) -> None:
         """Check the ranges of the options."""

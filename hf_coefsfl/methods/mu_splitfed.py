@@ -59,8 +59,8 @@ class MUSplitFed(Method):
     title: ClassVar[str] = "MU-SplitFed"
     table_position: ClassVar[int] = 5
 
-    perturbation_scale: float = option(1e-3, "μ")
-    server_passes: int = option(2, "τ")
+    perturbation_scale: float = option(1e-3, "μ, length of a perturbation")
+    server_passes: int = option(2, "τ, passes of the server over the batches")
     learning_rate: float | None = option(None, "η of both sides; None: the run's")
     per_batch: bool = option(False, "exchange every batch at the present weights")
 

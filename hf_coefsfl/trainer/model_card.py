@@ -287,7 +287,8 @@ class _Run:
             "seed": f"{args.seed}" + ("" if args.data_seed is None else f", and {args.data_seed} for the data"),
         }
         rows = [{"setting": setting, "value": value} for setting, value in settings.items()]
-        return {"settings": format_table(rows, markdown=True)}
+        simulated = clients is None or self.trainer.federation is not None
+        return {"settings": format_table(rows, markdown=True), "simulated": simulated}
 
     def communication(self) -> dict[str, Any]:
         """What crossed the cut, by kind."""

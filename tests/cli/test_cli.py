@@ -146,7 +146,8 @@ def test_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["ggn"]["down"] == "N·d gradients + 4N·d curvature"
     assert rows["fsl_sage"]["transfers"] == "1 / alignment: 2"
     assert rows["coef_d"]["options"][0] == {
-        "name": "compensation_factor", "type": "float", "default": 3000.0, "note": "λ",
+        "name": "compensation_factor", "type": "float", "default": 3000.0,
+        "note": "λ, strength of the correction; 3000 suits batches of 32",
     }  # fmt: skip
 
 
