@@ -21,6 +21,7 @@ from pathlib import Path
 from ._io import write_atomically
 
 VARIABLE, REMEDY = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
+_OLD_VARIABLE = "DNNL_MAX_CPU_ISA"  # which oneDNN reads as well
 CHILD = """
 import torch
 layer = torch.nn.Linear(64, 64).bfloat16()
@@ -43,7 +44,7 @@ def check_bfloat16(request: str) -> None:
 
 def bfloat16_problem() -> str:
     """Return why a bfloat16 product fails on this CPU; "" if it works."""
-    facts = [*platform.uname(), version("torch"), os.environ.get(VARIABLE, "")]
+    facts = [*platform.uname(), version("torch"), *(os.environ.get(n, "") for n in (VARIABLE, _OLD_VARIABLE))]
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         facts += sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})

@@ -77,8 +77,9 @@ def test_another_failure_is_told_and_not_remembered(
     machine("raise MemoryError('no room')")
     assert re.search(r"status 1 \(MemoryError: no room\)", bfloat16_problem())
     machine("import time; time.sleep(60)")
-    monkeypatch.setattr(_bfloat16, "_TIME_LIMIT", 0.1)
-    assert "did not end within 0.1 seconds" in bfloat16_problem()
+    with monkeypatch.context() as impatient:
+        impatient.setattr(_bfloat16, "_TIME_LIMIT", 0.1)
+        assert "did not end within 0.1 seconds" in bfloat16_problem()
     assert machine("pass") == [] and bfloat16_problem() == ""
 
 

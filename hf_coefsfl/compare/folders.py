@@ -41,10 +41,13 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        if lock_descriptor(lock, blocking=False):
-            return lock
-        os.close(lock)
-        return None
+        held = False
+        try:
+            held = lock_descriptor(lock, blocking=False)
+        finally:
+            if not held:
+                os.close(lock)
+        return lock if held else None
 
     def write_options(self) -> Path:
         """Write the options that the worker reads, and return the path of the file."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-PROTOCOL = 1  # what both sides must speak
+PROTOCOL = 2  # what both sides must speak
 _HEADER, _PAYLOAD, _CHUNK = "header", "payload", "chunk"
 
 

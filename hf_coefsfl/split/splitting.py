@@ -121,12 +121,14 @@ def _split_exactly(model: nn.Module, path: str, container: nn.Module, cut: int, 
                         f"{kind} draws random numbers for its server's blocks before the first block: in training mode "
                         f"dropout differs from the unsplit model's (outputs differ by {gap.outputs:.1e}). "
                         "In evaluation mode, or with dropout 0, the halves are exact.",
-                        stacklevel=4,
+                        stacklevel=3,
                     )
                     return split
                 problem = gap.describe(tolerance)
             if problem is None:
                 return split
+        except torch.OutOfMemoryError:
+            raise  # says nothing about the cut
         except Exception as error:  # whatever the model raises on placeholders, the answer is the same: not this one
             problem = error
     raise ValueError(
