@@ -48,7 +48,11 @@ class ClientData:
                 batches = [_own(next(made)) for _ in range(self._count(client))]
             except Exception as error:  # a worker died: this client fails, the others get new workers
                 self.close()
-                batches, made = [error], self._made(round_index, clients[number:])
+                # Nothing may hold the old workers, nor a traceback: PyTorch raises in this thread, at any moment, as
+                # long as it knows of a dead worker, even in the middle of forking the new ones.
+                del made
+                batches = [error.with_traceback(None)]
+                made = self._made(round_index, clients[number:])
             yield batches
 
     def _made(self, round_index: int, clients: Sequence[int]) -> Iterator[Any]:
