@@ -124,13 +124,9 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Site, dict[str, tor
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_the_others_go_on(
-    crowd: tuple[Site, dict[str, torch.Tensor]],
-    step: int,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    crowd: tuple[Site, dict[str, torch.Tensor]], step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever some clients do at either step, the weights are those of the others, and the reasons are told."""
-    monkeypatch.setattr("hf_coefsfl.flower.roster._GRACE", 250.0)  # all take part, however busy the machine is
     site, expected = crowd
     faults = list(FAULTS.values())
 

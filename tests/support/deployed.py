@@ -125,8 +125,6 @@ class Site:
     def deployed(self, fault: Fault | None = None, **changes: Any) -> tuple[DeployedTrainer, LocalGrid]:
         """Return the trainer of the run over a grid, trained, and the grid."""
         self.make_half()
-        if fault is None:  # all take part, however long a busy machine needs to start them
-            changes = {"min_clients": len(self.sizes)} | changes
         config = self.run_config(**changes)
         grid = LocalGrid(config, [self.node_config(client) for client in range(len(self.sizes))], fault)
         return serve(grid, config), grid
