@@ -7,7 +7,7 @@ ARGS ?=
 # `$(IN_VENV) command` runs a command of the environment on this clone.
 IN_VENV = venv=$$($(PYTHON) .ci/venv.py) && PATH="$$venv/bin:$$PATH" PYTHONPATH="$(CURDIR)"
 
-.PHONY: help venv quickstart test test-all lint format clean
+.PHONY: help venv quickstart test test-all lint format dist clean
 
 help: ## list the targets
 	@awk -F ': ## ' '/^[a-z-]+: ## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -32,6 +32,10 @@ lint: ## check style, formatting, types and the direction of imports
 
 format: ## sort imports, fix what can be fixed, format
 	@$(IN_VENV) sh -ec 'ruff check --fix .; ruff format .'
+
+dist: ## build the wheel and the source distribution into dist/
+	@rm -rf build dist
+	@$(IN_VENV) python -m build --no-isolation
 
 clean: ## remove caches and build products, not the environment
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

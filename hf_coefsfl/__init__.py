@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from .split.lora import load_adapter as load_adapter
     from .trainer.trainer import SplitFedTrainer as SplitFedTrainer
 
-__version__ = "0.1.0"
+    __version__: str
 
 # Where each public name lives. They are imported when first asked for: a device that only passes on a part of a
 # message need not load PyTorch for it.
@@ -43,6 +45,8 @@ __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name in _MODULES:
         return getattr(import_module(f".{_MODULES[name]}", __name__), name)
     try:
@@ -51,5 +55,20 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from error
 
 
+def _version() -> str:
+    """Return the version of the clone that this file lies in, else of the installed package."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    project = Path(__file__).parents[1] / "pyproject.toml"
+    if project.is_file():
+        found = re.search(r'^name = "hf_coefsfl"\nversion = "(.+)"$', project.read_text(encoding="utf-8"), re.MULTILINE)
+        if found is not None:
+            return found[1]
+    try:
+        return version("hf_coefsfl")
+    except PackageNotFoundError:  # the folder alone was copied
+        return "unknown"
+
+
 def __dir__() -> list[str]:
-    return [*globals(), *_MODULES]
+    return [*globals(), *_MODULES, "__version__"]

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from .._recipes import specs
 from ..analysis.tables import format_table
 from ..compare import Cell, Runner, expand, load_finished, load_spec, total, write_report
 from ..compare.grid import Summary
@@ -24,7 +25,8 @@ example:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
-    add("spec", help="YAML file that lists tasks, splits, cuts, methods, learning rates and seeds")
+    names = ", ".join(specs())
+    add("spec", help=f"YAML file of tasks, splits, cuts, methods, learning rates and seeds, or one of: {names}")
     add("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
     add("--output_dir", "--output-dir", help="default: outputs/compare/NAME for NAME.yaml")
     add("--runs_dir", "--runs-dir", help="folder of the runs, which specs may share (default: runs in --output_dir)")

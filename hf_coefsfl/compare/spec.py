@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from .._recipes import find_spec
 from ..config import SplitFedConfig
 from ..methods import METHODS, make_method
 from ..tasks import TASKS
@@ -70,8 +71,8 @@ class Spec:
 
 
 def load_spec(path: str | Path) -> Spec:
-    """Read and check a spec. Raise ValueError with what is wrong and what is allowed."""
-    path = Path(path)
+    """Read and check a spec, a file or a name. Raise ValueError with what is wrong and what is allowed."""
+    path = find_spec(path)
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:

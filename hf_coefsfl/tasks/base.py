@@ -183,7 +183,8 @@ class FineTuningTask:
 
     def _eval_splits(self, splits: Mapping[str, Dataset]) -> dict[str, str]:
         if self.arguments.eval_split:
-            return {split: split for split in self.arguments.eval_split}
+            # Rows to train on may be evaluated too, beside the set that is called "train" everywhere.
+            return {"seen" if split == "train" else split: split for split in self.arguments.eval_split}
         if all(split in splits for split in self.eval_splits.values()):
             return dict(self.eval_splits)
         other = next((split for split in ("validation", "test", "dev") if split in splits), None)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from hf_coefsfl._recipes import find_spec, specs
 from hf_coefsfl.cli import main
 from hf_coefsfl.compare import expand, load_spec, parse_spec, total
 from hf_coefsfl.compare.grid import upcoming
@@ -62,10 +63,26 @@ def test_bad_specs_are_refused(changes: dict[str, Any], message: str) -> None:
 
 def test_bad_files_are_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "broken.yaml").write_text("tasks: [")
-    for name, message in (("none.yaml", "cannot be read: No such file"), ("broken.yaml", "is not valid YAML")):
+    for name, message in (("none.yaml", "cannot be read: there is no such file"), ("broken.yaml", "is not valid YAML")):
         with pytest.raises(SystemExit) as left:
             main(["compare", str(tmp_path / name)])
         assert left.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_specs_are_found_by_name_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny = ROOT / "recipes/compare/tiny.yaml"
+    for name in ("tiny", "tiny.yaml", "compare/tiny", "recipes/compare/tiny.yaml"):
+        assert find_spec(name) == tiny
+    for name in ("tinny", "paper/tiny", "tiny.json", str(tmp_path / "tiny.yaml")):
+        with pytest.raises(ValueError, match=r"Did you mean tiny.*one of the specs .*tiny.*, iid"):
+            find_spec(name)
+    (tmp_path / "tiny").mkdir()
+    assert find_spec("tiny") == tiny
+    (tmp_path / "tiny.yaml").touch()
+    assert find_spec("tiny.yaml") == Path("tiny.yaml")  # the file that is there, not the package's
+    files = {path.stem for folder in ("compare", "paper") for path in (ROOT / "recipes" / folder).glob("*.yaml")}
+    assert set(specs()) == files and load_spec("iid").name == "iid"
 
 
 def test_ids_depend_on_the_options_alone() -> None:

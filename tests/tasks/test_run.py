@@ -108,6 +108,12 @@ def test_run_leaves_all_files(posts: dict[str, str], capsys: pytest.CaptureFixtu
     assert f"accuracy {summary['scores']['accuracy']:.1f}" in capsys.readouterr().out
 
 
+def test_the_rows_to_train_on_may_be_evaluated(posts: dict[str, str]) -> None:
+    run("newsgroups", argv=small(posts | {"eval_split": "train", "max_eval_samples": "12", "num_rounds": "1"}))
+    summary = json.loads((Path(posts["output_dir"]) / "summary.json").read_text())
+    assert 0 <= summary["scores"]["accuracy"] <= 100 and summary["scores"]["accuracy"] * 12 % 100 < 1e-6
+
+
 def test_any_method_and_a_file_of_options(posts: dict[str, str], tmp_path: Path) -> None:
     options = {
         "method": "coef_d",
