@@ -27,11 +27,6 @@ from hf_coefsfl.analysis.plots import accuracy_curve, plot_lines, plot_runs
 from hf_coefsfl.analysis.tables import format_table
 
 BATCH_SIZE = 4  # small batches mean many local updates per round, which is what makes reused gradients stale
-METHOD_KWARGS = {
-    # The paper's 3000 is for batches of 32. The gradient of a batch mean carries a factor 1/b, so the compensation
-    # factor has to grow with b to keep the correction the same relative to the gradient.
-    "coef_d": {"compensation_factor": 3000 * BATCH_SIZE / 32},
-}
 
 
 def parse_args() -> argparse.Namespace:
@@ -123,7 +118,6 @@ def main() -> None:
         config = SplitFedConfig(
             output_dir=str(args.output_dir / method),
             method=method,
-            method_kwargs=METHOD_KWARGS.get(method),
             cut=1,
             num_clients=20,
             participation=0.2,

@@ -204,7 +204,7 @@ class CostModel:
                 counted[name] += kind.stored.samples * coefficients[f"stored.{name}"][0]
         return Cost(
             method=f"{kind.method.name} ({kind.label})" if kind.label else kind.method.name,
-            title=type(kind.method).title,
+            title=kind.method.full_title,
             cut=cut,
             num_samples=N,
             transfers=counted["transfers"],

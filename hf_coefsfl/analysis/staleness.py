@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from .._io import write_atomically
-from ..methods import METHODS, Method, ordered_methods
+from ..methods import Method, make_method, ordered_methods
 from ..protocol.client_side import ClientSide
 from ..protocol.loss import OutputBlock
 from ..protocol.messages import Feedback, SmashedData
@@ -54,16 +54,17 @@ class Probed(Protocol):
     def compensate(self, feedback: Feedback, displacement: Tensor, outputs: Sequence[OutputBlock]) -> Tensor:
         """Return the compensated gradient."""
 
-    def probed_factor(self) -> float:
+    def probed_factor(self, batch_size: int) -> float:
         """Return the λ to compare with λ*."""
 
 
 def check_probe(method: Method) -> None:
     """Refuse to probe a method whose client does not reuse the round-initial feedback."""
     if not method.can_be_probed():
-        allowed = ", ".join(name for name in ordered_methods() if METHODS[name].can_be_probed())
+        allowed = ", ".join(name for name in ordered_methods() if make_method(name).can_be_probed())
         raise ValueError(
-            f"staleness_probe measures reused gradients, which {method.name!r} does not use (or not as they are). "
+            f"staleness_probe measures reused gradients of the round-initial server, which {method.name!r} does not "
+            "use (or not as they are, or with feedback_at of another server). "
             f"Use it with one of {allowed}, or leave it off."
         )
 
@@ -111,7 +112,9 @@ def probe_staleness(method: Probed, client: ClientSide, server: ServerSide) -> l
             fresh, loss = _fresh(server, activations, client, batch)
             update = epoch * len(feedback) + batch
             gradients = message.gradient, compensated, fresh
-            points.append(_point(method.probed_factor(), client, update, gradients, delta, (losses[batch], loss)))
+            points.append(
+                _point(method.probed_factor(len(activations)), client, update, gradients, delta, (losses[batch], loss))
+            )
             client.descend(compensated)
     return points
 

@@ -158,10 +158,10 @@ def _variant(entry: Any, extra: Mapping[str, Mapping[str, Any]], where: str) -> 
         raise ValueError(f"{where}: unknown method {method!r}. Choose one of: {', '.join(METHODS)}.")
     kwargs = {**extra.get(method, {}), **_mapping(entry.get("method_kwargs") or {}, f"{where}: method_kwargs")}
     try:
-        make_method(method, kwargs)
+        title = make_method(method, kwargs).full_title
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    return Variant(_text(entry.get("name", METHODS[method].title), f"{where}: name"), method, kwargs)
+    return Variant(_text(entry.get("name", title), f"{where}: name"), method, kwargs)
 
 
 def _method_options(entry: Any, where: str) -> dict[str, dict[str, Any]]:

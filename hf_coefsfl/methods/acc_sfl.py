@@ -77,7 +77,7 @@ class AccSFL(Method):
         """Train each side on its own loss."""
         smashed = client.upload()
         client.update()
-        server.local_updates(smashed)
+        server.local_updates(smashed, client.local_epochs)
 
     def update(self, client: ClientSide, messages: Sequence[Message] | None, batches: Sequence[int] | None) -> None:
         """Do the local updates on the head's loss. Runs on the client."""

@@ -64,8 +64,16 @@ class Method:
         """Return whether every batch crosses the cut on its own, which is slow over a network."""
         return bool(getattr(self, "per_batch", False))
 
-    @classmethod
-    def can_be_probed(cls) -> bool:
+    @property
+    def full_title(self) -> str:
+        """The title, with the options that make it another method than the paper's."""
+        return self.title
+
+    def defaults_of_run(self, batch_size: int) -> str | None:
+        """Return what the log says about defaults that follow the run's settings; None: nothing."""
+        return None
+
+    def can_be_probed(self) -> bool:
         """Return whether the staleness probe can repeat a round by `feedback` and `compensate`."""
         return False
 
@@ -133,9 +141,11 @@ def expect(kind: type[M], messages: Sequence[Message] | None) -> Sequence[M]:
     return cast("Sequence[M]", messages)
 
 
-def option(default: Any, help: str) -> Any:
+def option(default: Any, help: str, choices: Sequence[Any] | None = None) -> Any:
     """Return a dataclass field for an option of a method; `coefsfl methods NAME` shows its help."""
-    return field(default=default, metadata={"help": help})
+    if choices is not None:
+        help = f"{help}: {', '.join(map(str, choices))}"
+    return field(default=default, metadata={"help": help, "choices": choices})
 
 
 def ordered_methods() -> list[str]:
@@ -158,6 +168,11 @@ def make_method(name: str, kwargs: Mapping[str, Any] | None = None) -> Method:
             raise ValueError(
                 f"Option {key!r} of method {name!r} must be {_describe(types[key])}, got {value!r} "
                 f"({type(value).__name__})."
+            )
+        choices = options[key].metadata.get("choices")
+        if choices is not None and value not in choices:
+            raise ValueError(
+                f"Option {key!r} of method {name!r} must be one of {', '.join(map(str, choices))}, got {value!r}."
             )
     return cls(**kwargs)
 

@@ -11,36 +11,43 @@ from torch import Tensor
 from ..protocol.loss import OutputBlock
 from ..protocol.messages import Feedback
 from .base import option
-from .reuse import PAPER_FACTOR, GradientReuse
+from .reuse import GradientReuse, paper_factor
 
 
 @dataclass
 class CoeFD(GradientReuse):
     """g̃ = g₀ + λ g₀ ⊙ g₀ ⊙ δ, elementwise. Nothing beyond g₀ is sent.
 
-    g₀ belongs to the batch-mean loss and carries w = 1/b, so the correction scales with w². A last
-    partial batch has a larger w and gets a stronger correction (`dataloader_drop_last` avoids it).
+    g₀ belongs to the batch-mean loss and carries w = 1/b, so the correction scales with w². By default
+    λ = 3000 b/32 makes up for it: the paper's λ at its batches of 32, and the same share of g₀ at any
+    other size, a last partial batch included. A given λ is taken as it is.
     """
 
     name: ClassVar[str] = "coef_d"
     title: ClassVar[str] = "CoeF-D"
     table_position: ClassVar[int] = 8
 
-    compensation_factor: float = option(PAPER_FACTOR, "λ, strength of the correction; 3000 suits batches of 32")
+    compensation_factor: float | None = option(None, "λ, strength of the correction; None: 3000 b/32 for b samples")
 
     def __post_init__(self) -> None:
         """Refuse a factor under which the correction would push away from s₀."""
-        if not 0 <= self.compensation_factor < float("inf"):
+        if self.compensation_factor is not None and not 0 <= self.compensation_factor < float("inf"):
             raise ValueError(
-                f"compensation_factor (λ) must be a finite number >= 0, got {self.compensation_factor}. The paper uses "
-                "3000; 0 turns CoeF-D into gradient reuse."
+                f"compensation_factor (λ) must be a finite number >= 0 or None, got {self.compensation_factor}. None "
+                "is 3000 for batches of 32, as the paper, and follows their size. 0 makes CoeF-D gradient reuse."
             )
 
-    def probed_factor(self) -> float:
+    def probed_factor(self, batch_size: int) -> float:
         """Return λ."""
-        return self.compensation_factor
+        return paper_factor(batch_size) if self.compensation_factor is None else self.compensation_factor
+
+    def defaults_of_run(self, batch_size: int) -> str | None:
+        """Tell λ unless it was given."""
+        if self.compensation_factor is not None:
+            return None
+        return f"{self.title}: λ = 3000 b/32 = {paper_factor(batch_size):g} for batches of b = {batch_size}."
 
     def compensate(self, feedback: Feedback, displacement: Tensor, outputs: Sequence[OutputBlock]) -> Tensor:
         """Return g₀ + λ diag(g₀ ⊙ g₀) δ."""
         g, delta = feedback.gradient, displacement
-        return g + self.compensation_factor * g * g * delta
+        return g + self.probed_factor(len(g)) * g * g * delta

@@ -57,7 +57,6 @@ class CoeFJ(GradientReuse):
         """Return g₀, the projections u (b, blocks, R, *s) and the start curvature m (b, blocks)."""
         leaf = on_graph(smashed)
         output = server.forward(leaf, batch)
-        server.observed.add("feedback_loss", output.loss)
         generator = server.context.generator("method", batch)
         projections, curvatures = [], []
         for block in server.loss_spec.output_blocks(smashed.labels, smashed.activations.shape[1]):
@@ -68,7 +67,7 @@ class CoeFJ(GradientReuse):
             ]
             projections.append(torch.stack(rows, dim=1))
             curvatures.append(block.curvature(logits))
-        (gradient,) = torch.autograd.grad(output.loss, leaf.activations)
+        gradient = server.feedback_gradient(output.loss, leaf)
         return Feedback(gradient, torch.stack(projections, dim=1), torch.stack(curvatures, dim=1))
 
     def _directions(self, logits: Tensor, mask: Tensor, generator: torch.Generator) -> list[Tensor]:

@@ -137,7 +137,7 @@ class FSLSAGE(Method):
         smashed = client.upload()
         state = self.clients.get(server.context.client, Alignment())
         state = replace(state, buffer=push(state.buffer, smashed[:: self.buffer_every], self.buffer_size))
-        server.local_updates(smashed)
+        server.local_updates(smashed, client.local_epochs)
         if (server.context.round_index - self.first_round) % self.align_every == 0:
             state = self.align(server, state)
             server.kept |= encode(state)
@@ -170,7 +170,7 @@ class FSLSAGE(Method):
         # loss of its batch, so each is computed just once.
         with evaluating(server.half):
             pairs = [
-                (batch, server.gradient(batch, 0, observe=False))
+                (batch, server.gradient(batch, 0))
                 for batch in (b.to(context.device) for b in batched(state.buffer, self.align_batch_size, generator))
             ]
         pairs = [pair for pair in pairs if pair[1].isfinite().all()]  # a batch without any label has no mean loss

@@ -19,14 +19,14 @@ from ..protocol.server_side import ServerSide, on_graph
 from .base import ClientState, Method, at_least, option
 from .parts.class_statistics import ClassStatistics, class_moments, from_tensors, pooled, to_tensors, update
 from .parts.costs import RoundKind, Workload
-from .reuse import GradientReuse
+from .reuse import ReusedFeedback
 
 if TYPE_CHECKING:
     from ..split import SplitModel
 
 
 @dataclass
-class GAS(GradientReuse):
+class GAS(ReusedFeedback):
     """g₀ of logits adjusted by the client's label frequencies; server batches filled up with generated activations.
 
     The server keeps a running mean and variance of the activations of each class and token position,

@@ -47,8 +47,7 @@ class GGN(GradientReuse):
         leaf = on_graph(smashed)
         s = leaf.activations
         output = server.forward(leaf, batch)
-        server.observed.add("feedback_loss", output.loss)
-        (gradient,) = torch.autograd.grad(output.loss, s, retain_graph=True)
+        gradient = server.feedback_gradient(output.loss, leaf, retain_graph=True)
         blocks = server.loss_spec.output_blocks(smashed.labels, s.shape[1])
         logits = [output[block.name] for block in blocks]
         # Jᵀx is linear in x: differentiating it once more gives Jv without forward-mode derivatives.

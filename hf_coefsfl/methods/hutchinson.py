@@ -34,7 +34,7 @@ class Hutchinson(GradientReuse):
 
     def feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
         """Return g₀ and the estimated diagonal (b, *s)."""
-        gradient = server.gradient(smashed, batch)
+        gradient = super().feedback(server, smashed, batch).gradient
         s = smashed.activations
         generator = server.context.generator("method", batch)
         diagonal = torch.zeros_like(s)
@@ -44,8 +44,7 @@ class Hutchinson(GradientReuse):
             step = self.relative_step * s.flatten(1).norm(dim=1) / s[0].numel() ** 0.5
             step = step.clamp(min=1e-12).view(-1, *[1] * (s.ndim - 1))
             ahead, behind = (
-                server.gradient(replace(smashed, activations=s + sign * step * z), batch, observe=False)
-                for sign in (1, -1)
+                server.gradient(replace(smashed, activations=s + sign * step * z), batch) for sign in (1, -1)
             )
             diagonal += z * (ahead - behind) / (2 * step * self.num_probes)
         return Feedback(gradient, diagonal)

@@ -7,28 +7,47 @@ from typing import ClassVar
 
 from ..protocol.link import ClientLink
 from ..protocol.messages import Feedback
-from ..protocol.server_side import ServerSide
-from .base import Method
+from ..protocol.server_side import ServerSide, on_graph
+from .base import Method, option
+from .reuse import FEEDBACK_AT
 
 
 @dataclass
 class Oracle(Method):
-    """g̃ = ∇ₛL(s; θˢ) at the present activations and the round-initial server weights. 2B + 1 transfers."""
+    """g̃ = ∇ₛL(s; θˢ) at the present activations and the round-initial server weights. 2B + 1 transfers.
+
+    `feedback_at` as in gradient reuse: with "walk", θˢ is the server that has trained on the s₀ of the batches
+    before; with "final", the one that has trained on all of them.
+    """
 
     name: ClassVar[str] = "oracle"
     title: ClassVar[str] = "Gradient reuse (w/ perfect comp.)"
     table_position: ClassVar[int] = 2
     is_reference: ClassVar[bool] = True
 
+    feedback_at: str = option("initial", "server weights that the gradients are taken at", choices=FEEDBACK_AT)
+
+    @property
+    def full_title(self) -> str:
+        """The paper's name for the paper's method, else with the weights that the gradients are taken at."""
+        return self.title if self.feedback_at == "initial" else f"{self.title}, {self.feedback_at}"
+
     def exchanges_each_batch(self) -> bool:
         """Return True."""
         return True
 
     def round(self, client: ClientLink, server: ServerSide) -> None:
-        """Serve every local update of the client before the server's own, so that θˢ stays round-initial."""
-        initial = client.upload()
-        for _ in range(client.local_epochs):
+        """Serve every local update of the client; the server's own come after, between or before them."""
+        initial, epochs = client.upload(), client.local_epochs
+        if self.feedback_at == "final":
+            server.local_updates(initial, epochs)
+        for _ in range(epochs):
             for batch in range(client.num_batches):
                 (fresh,) = client.upload([batch])
-                client.update([Feedback(server.gradient(fresh, batch))], [batch])
-        server.local_updates(initial)
+                leaf = on_graph(fresh)
+                gradient = server.feedback_gradient(server.forward(leaf, batch).loss, leaf)
+                if self.feedback_at == "walk":  # before the client goes on: the step needs nothing from it
+                    server.train_step(initial[batch], batch)
+                client.update([Feedback(gradient)], [batch])
+        if self.feedback_at == "initial":
+            server.local_updates(initial, epochs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,44 +13,23 @@ from ..protocol.client_side import ClientSide
 from ..protocol.link import ClientLink
 from ..protocol.loss import OutputBlock
 from ..protocol.messages import Feedback, Message, SmashedData
-from ..protocol.server_side import ServerSide
-from .base import Method, expect
+from ..protocol.server_side import ServerSide, on_graph
+from .base import Method, expect, option
 
-PAPER_FACTOR = 3000.0  # λ of the compensation by gradient outer products
+FEEDBACK_AT = ("initial", "walk", "final")
 
 
-@dataclass
-class GradientReuse(Method):
-    """s₀ up once, g₀ = ∇ₛL(s₀; θˢ) down once, then local updates with g̃ = g₀. 2 transfers.
+def paper_factor(batch_size: int) -> float:
+    """Return λ of the compensation by gradient outer products: 3000 at the paper's batches of 32.
 
-    The base of every method that compensates: override `compensate`, and `feedback` if the server
-    has to send more than the gradient.
+    The gradient of a mean over b samples is proportional to 1/b and the correction to its square. So λ ∝ b keeps the
+    share of the correction.
     """
+    return 3000 * batch_size / 32
 
-    name: ClassVar[str] = "reuse"
-    title: ClassVar[str] = "Gradient reuse (w/o comp.)"
-    table_position: ClassVar[int] = 3
-    is_reference: ClassVar[bool] = True
 
-    @classmethod
-    def can_be_probed(cls) -> bool:
-        """Return whether the round is the one below."""
-        return cls.round is GradientReuse.round
-
-    def probed_factor(self) -> float:
-        """Return the λ that the probe compares with the λ* of Proposition 1."""
-        return PAPER_FACTOR
-
-    def round(self, client: ClientLink, server: ServerSide) -> None:
-        """Exchange once; all feedback is computed at the round-initial server weights."""
-        smashed = client.upload()
-        # Only the link holds the feedback, so that its memory is free when the server's own updates begin.
-        client.update(client.stage(self.feedback(server, data, batch) for batch, data in enumerate(smashed)))
-        server.local_updates(smashed)
-
-    def feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
-        """Return what the server sends down for one batch."""
-        return Feedback(server.gradient(smashed, batch))
+class ReusedFeedback(Method):
+    """A client that receives feedback once a round and reuses it at every local update."""
 
     def update(self, client: ClientSide, messages: Sequence[Message] | None, batches: Sequence[int] | None) -> None:
         """Do the local updates with the compensated gradients. Runs on the client."""
@@ -66,6 +45,68 @@ class GradientReuse(Method):
     def compensate(self, feedback: Feedback, displacement: Tensor, outputs: Sequence[OutputBlock]) -> Tensor:
         """Return g̃ from the stale feedback and δ = s − s₀. Without compensation: g₀."""
         return feedback.gradient
+
+
+@dataclass
+class GradientReuse(ReusedFeedback):
+    """s₀ up once, g₀ = ∇ₛL(s₀; θˢ) down once, then local updates with g̃ = g₀. 2 transfers.
+
+    The base of every method that compensates: override `compensate`, and `feedback` if the server
+    has to send more than the gradient.
+
+    `feedback_at` chooses the server weights θˢ of g₀. The paper takes those of the round's start ("initial"). "walk"
+    takes g₀ from the pass in which the server trains on the batch, so that the server passes over each batch once
+    instead of twice; the first of several local epochs gives it. "final" takes g₀ after all of the server's local
+    updates. The bytes are the same.
+    """
+
+    name: ClassVar[str] = "reuse"
+    title: ClassVar[str] = "Gradient reuse (w/o comp.)"
+    table_position: ClassVar[int] = 3
+    is_reference: ClassVar[bool] = True
+
+    feedback_at: str = option("initial", "server weights that the gradients are taken at", choices=FEEDBACK_AT)
+
+    @property
+    def full_title(self) -> str:
+        """The paper's name for the paper's method, else with the weights that the gradients are taken at."""
+        return self.title if self.feedback_at == "initial" else f"{self.title}, {self.feedback_at}"
+
+    def can_be_probed(self) -> bool:
+        """Return whether the round is the one below, as in the paper."""
+        return type(self).round is GradientReuse.round and self.feedback_at == "initial"
+
+    def probed_factor(self, batch_size: int) -> float:
+        """Return the λ that the probe compares with the λ* of Proposition 1."""
+        return paper_factor(batch_size)
+
+    def round(self, client: ClientLink, server: ServerSide) -> None:
+        """Exchange once; the server trains on what it received before, while or after it takes the gradients."""
+        smashed = client.upload()
+        epochs = client.local_epochs
+        if self.feedback_at == "final":
+            server.local_updates(smashed, epochs)
+        # Only the link holds the feedback, so that its memory is free when the server's own updates begin.
+        if self.feedback_at == "walk":
+            with server.training_on_feedback():
+                client.update(client.stage(self._walk(server, smashed)))
+            server.local_updates(smashed, epochs - 1)
+        else:
+            client.update(client.stage(self.feedback(server, data, batch) for batch, data in enumerate(smashed)))
+        if self.feedback_at == "initial":
+            server.local_updates(smashed, epochs)
+
+    def _walk(self, server: ServerSide, smashed: Sequence[SmashedData]) -> Iterator[Feedback]:
+        """Yield the feedback of each batch, and take the server's step with the gradients of the same pass."""
+        for batch, data in enumerate(smashed):
+            feedback = self.feedback(server, data, batch)
+            server.step()
+            yield feedback
+
+    def feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
+        """Return what the server sends down for one batch."""
+        leaf = on_graph(smashed)
+        return Feedback(server.feedback_gradient(server.forward(leaf, batch).loss, leaf))
 
 
 def _observe(client: ClientSide, stale: Tensor, compensated: Tensor, displacement: Tensor) -> None:

@@ -82,7 +82,8 @@ class ClientSide(Side):
     def minimize(self, loss: Tensor) -> None:
         """Take one step on a loss that was computed from `live`."""
         self._first = None
-        self._step(loss)
+        self.backward(loss)
+        self.step()
         self._current = None  # its graph is spent
 
     def output_blocks(self, batch: int) -> list[OutputBlock]:

@@ -90,10 +90,13 @@ class Side:
         for parameter in _parameters(self.optimizer):
             self.observed.add("weights", parameter.sum())
 
-    def _step(self, carrier: Tensor) -> None:
-        """Backpropagate `carrier` and take one optimizer step."""
+    def backward(self, carrier: Tensor, retain_graph: bool = False) -> None:
+        """Backpropagate `carrier` into the trained weights."""
         self.optimizer.zero_grad(set_to_none=True)
-        carrier.backward()
+        carrier.backward(retain_graph=retain_graph)
+
+    def step(self) -> None:
+        """Take one optimizer step."""
         if self.context.max_grad_norm > 0:
             nn.utils.clip_grad_norm_(_parameters(self.optimizer), self.context.max_grad_norm)
         self.optimizer.step()

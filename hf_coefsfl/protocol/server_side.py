@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ class ServerSide(Side):
     def __init__(self, half: nn.Module, optimizer: torch.optim.Optimizer, context: RoundContext, loss_spec: LossSpec):
         super().__init__(half, optimizer, context)
         self.loss_spec = loss_spec
+        self._trains_on_feedback = False
 
     def forward(self, smashed: SmashedData, batch: int) -> Any:
         """Return the model's output with its loss, on the graph of `smashed.activations`."""
@@ -27,26 +29,43 @@ class ServerSide(Side):
         with self.context.autocast():
             return self.half(smashed)
 
-    def gradient(self, smashed: SmashedData, batch: int, observe: bool = True) -> Tensor:
+    def gradient(self, smashed: SmashedData, batch: int) -> Tensor:
         """g = ∇ₛL(s; θˢ) of the batch-mean loss at the present weights."""
         leaf = on_graph(smashed)
-        loss = self.forward(leaf, batch).loss
-        if observe:
+        return torch.autograd.grad(self.forward(leaf, batch).loss, leaf.activations)[0]
+
+    def feedback_gradient(self, loss: Tensor, leaf: SmashedData, retain_graph: bool = False) -> Tensor:
+        """g of a loss on the graph of `leaf`, for the client; within `training_on_feedback` for `step` too."""
+        if not self._trains_on_feedback:
             self.observed.add("feedback_loss", loss)
-        return torch.autograd.grad(loss, leaf.activations)[0]
+            return torch.autograd.grad(loss, leaf.activations, retain_graph=retain_graph)[0]
+        self.observed.add("loss", loss)
+        self.backward(loss, retain_graph)
+        assert leaf.activations.grad is not None
+        return leaf.activations.grad
+
+    @contextmanager
+    def training_on_feedback(self) -> Iterator[None]:
+        """Have the passes that give feedback give the gradients of the weights too, for a `step` after each."""
+        self._trains_on_feedback = True
+        try:
+            yield
+        finally:
+            self._trains_on_feedback = False
 
     def train_step(self, smashed: SmashedData, batch: int) -> Tensor:
         """θˢ ← θˢ − η ∇L(s; θˢ). Return ∇ₛL of the same backward pass, at the weights before the step."""
         leaf = on_graph(smashed)
         loss = self.forward(leaf, batch).loss
         self.observed.add("loss", loss)
-        self._step(loss)
+        self.backward(loss)
+        self.step()
         assert leaf.activations.grad is not None
         return leaf.activations.grad
 
-    def local_updates(self, smashed: Sequence[SmashedData]) -> None:
-        """Walk the cached smashed data for `local_epochs` epochs, one step on θˢ each."""
-        for _ in range(self.context.local_epochs):
+    def local_updates(self, smashed: Sequence[SmashedData], epochs: int) -> None:
+        """Walk the cached smashed data for some epochs, one step on θˢ for each batch."""
+        for _ in range(epochs):
             for batch, data in enumerate(smashed):
                 self.train_step(data, batch)
 

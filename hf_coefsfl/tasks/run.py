@@ -48,6 +48,7 @@ def run(
     """
     parser, arguments, config = parse_options(TASKS[task], method=method, description=description, prog=prog, argv=argv)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("hf_coefsfl").setLevel(logging.INFO)
     transformers_logging.set_verbosity_warning()
     hub_logging.set_verbosity_error()  # what it cannot reach is said once, by us
     try:

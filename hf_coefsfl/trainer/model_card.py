@@ -69,7 +69,7 @@ def write_card(trainer: SplitFedTrainer, folder: Path) -> None:
         metric = _plain(metric)
         if can_plot():
             plot = PLOT_NAME
-            plot_runs({trainer.args.make_method().title: curve}, folder / plot, metric=metric)
+            plot_runs({trainer.args.make_method().full_title: curve}, folder / plot, metric=metric)
         table = _rounds_table(rounds, {step: mib for step, mib, _ in curve}) if len(rounds) > 1 else ""
     final = final_results(trainer)
     run = _Run(trainer, folder)
@@ -246,7 +246,7 @@ class _Run:
             "num_blocks": split.num_blocks,
             "sides": format_table(rows, {"side": "", "blocks": "", "parameters": ",", "trained": ","}, markdown=True),
             "method": self.args.method,
-            "title": method.title,
+            "title": method.full_title,
             "idea": idea(type(method)),
             "rule": _first_line(type(method)),
             "options": [f"`{option.name}={getattr(method, option.name)!r}`" for option in options],

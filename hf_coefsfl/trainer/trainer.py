@@ -228,6 +228,9 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
             wrong = fault(Path(resume_from_checkpoint))
             if wrong is not None:
                 raise ValueError(f"The checkpoint {resume_from_checkpoint} cannot be resumed from: {wrong}.")
+        told = self.args.make_method().defaults_of_run(self.args.per_device_train_batch_size)
+        if told and self.is_world_process_zero():
+            logger.info(told)
         self.ledger, self._reports, self.probe.points = Ledger(), [], []
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)

@@ -75,6 +75,18 @@ def test_server_operations_are_the_papers(table: dict[str, dict[str, Any]]) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "gflops"), [("reuse", 3.635), ("coef_d", 3.635), ("coef_j", 5.55), ("oracle", 7.226)]
+)
+def test_a_server_that_answers_while_it_trains_passes_once(vit_tiny: CostModel, method: str, gflops: float) -> None:
+    """As many bytes as the paper's, and the server's work of vanilla (the oracle's uploads are passes of their own)."""
+    options = {method: {"feedback_at": "walk"}}
+    (cost,) = cost_methods(vit_tiny, [method], 4, PLAN, options)
+    check_traffic(cost.row())
+    assert cost.row()["server_gflops"] == pytest.approx(gflops, abs=0.005) and cost.title.endswith(", walk")
+
+
+@pytest.mark.slow
 def test_client_operations_differ_from_the_papers_as_documented(table: dict[str, dict[str, Any]]) -> None:
     client = {name: row["client_gflops"] for name, row in table.items()}
     assert client["mu_splitfed"] == pytest.approx(2.69, abs=0.005)  # forward passes only: as in the paper

@@ -145,9 +145,9 @@ def test_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["oracle"]["transfers"] == "2B + 1" and rows["oracle"]["up"] == "2N·d smashed data"
     assert rows["ggn"]["down"] == "N·d gradients + 4N·d curvature"
     assert rows["fsl_sage"]["transfers"] == "1 / alignment: 2"
-    assert rows["coef_d"]["options"][0] == {
-        "name": "compensation_factor", "type": "float", "default": 3000.0,
-        "note": "λ, strength of the correction; 3000 suits batches of 32",
+    assert rows["coef_d"]["options"][-1] == {
+        "name": "compensation_factor", "type": "float | None", "default": None,
+        "note": "λ, strength of the correction; None: 3000 b/32 for b samples",
     }  # fmt: skip
 
 

@@ -19,7 +19,14 @@ from tests.support.selection import slow_except
     "method", slow_except("acc_sfl", "coef_j", of=[n for n in sorted(METHODS) if METHODS[n].deployable])
 )
 def test_the_network_changes_nothing(site: Site, method: str) -> None:
-    options: dict[str, Any] = {"method": method, "method_kwargs": json.dumps(FEWER_PASSES.get(method, {}))}
+    check(site, {"method": method, "method_kwargs": json.dumps(FEWER_PASSES.get(method, {}))}, method)
+
+
+def test_the_network_changes_nothing_if_the_server_answers_while_it_trains(site: Site) -> None:
+    check(site, {"method": "coef_j", "method_kwargs": json.dumps({"feedback_at": "walk"}), "num_rounds": 1}, "coef_j")
+
+
+def check(site: Site, options: dict[str, Any], method: str) -> None:
     if method not in ("acc_sfl", "coef_j", "gas", "vanilla"):  # the others keep nothing over rounds but the weights
         options["num_rounds"] = 1
     simulated = site.simulated(**options)

@@ -63,10 +63,20 @@ def test_coef_d_equals_the_dense_product(task: LossSpec) -> None:
     s = smashed.activations.clone().requires_grad_()
     (g0,) = torch.autograd.grad(server.half(SmashedData(s), **smashed.labels).loss, s)
     torch.testing.assert_close(feedback.gradient, g0)
-    curvature = 3000 * torch.diag(torch.diag(torch.outer(g0.reshape(-1), g0.reshape(-1))))
+    factor = 3000 * len(g0) / 32
+    curvature = factor * torch.diag(torch.diag(torch.outer(g0.reshape(-1), g0.reshape(-1))))
     expected = g0.reshape(-1) + curvature @ delta.reshape(-1)
     ours = make_method("coef_d").compensate(feedback, delta, [])
     torch.testing.assert_close(ours.reshape(-1), expected)
+    given = make_method("coef_d", {"compensation_factor": factor})
+    assert torch.equal(given.compensate(feedback, delta, []), ours)  # as it is, whatever the batch
+
+
+def test_coef_d_gives_a_part_of_a_batch_the_same_share() -> None:
+    """The gradient of a mean over fewer samples is larger; the default λ makes up for it."""
+    g, delta = torch.tensor([[1.0, -2.0]]), torch.tensor([[0.1, 0.5]])
+    whole, part = (make_method("coef_d").compensate(Feedback(g.repeat(b, 1) / b), delta, []) * b for b in (8, 2))
+    torch.testing.assert_close(whole[:2], part)
 
 
 def scalar_bound(task: LossSpec, m: float, change: float, terms: int) -> float:

@@ -19,7 +19,7 @@ from hf_coefsfl.analysis.cost import CostModel, Round
 from hf_coefsfl.analysis.staleness import check_probe, probe_staleness
 from hf_coefsfl.cli import main
 from hf_coefsfl.methods import WARM_UP_METHOD, Method, make_method
-from hf_coefsfl.methods.base import ClientState
+from hf_coefsfl.methods.base import ClientState, option
 from hf_coefsfl.protocol.client_side import ClientSide
 from hf_coefsfl.protocol.context import RoundContext
 from hf_coefsfl.protocol.link import LocalLink
@@ -34,14 +34,24 @@ from tests.support.selection import slow_except
 from tests.support.toy import CLASSIFICATION, toy_sides
 from tests.support.wire_link import WireLink
 
-DOCUMENTED = documented_method()
-NAMES = [*sorted(METHODS), DOCUMENTED.name]
+
+@dataclasses.dataclass
+class Walking(METHODS["coef_j"]):  # type: ignore[misc]
+    """The method whose server does most while it trains."""
+
+    name = "walking"
+    feedback_at: str = option("walk", "server weights")
+
+
+ADDED = {Walking.name: METHODS.pop(Walking.name), documented_method().name: documented_method()}
+NAMES = [*sorted(METHODS), *ADDED]
 WHOLE: dict[str, Any] = {"num_rounds": 3, "warmup_rounds": 1, "save_strategy": "steps", "save_steps": 1}
 
 
 @pytest.fixture(params=NAMES)
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(METHODS, DOCUMENTED.name, DOCUMENTED)
+    for added, cls in ADDED.items():
+        monkeypatch.setitem(METHODS, added, cls)
     return str(request.param)
 
 

@@ -25,6 +25,7 @@ ROUND, EVALUATION = "round", "evaluation"
 # Clients of 5, 2, 11, 2 and 4 samples, of which a round samples three.
 UNEVEN: dict[str, Any] = {"partition": "dirichlet", "dirichlet_alpha": 1.0, "num_clients": 5, "participation": 0.6}
 CASES: dict[str, dict[str, Any]] = {name: {"method": name} for name in sorted(METHODS)} | {
+    "walk": {"method": "coef_j", "method_kwargs": {"feedback_at": "walk"}},
     "few clients": {"num_clients": 2, "participation": 1.0},  # a third process has none
     "lost clients": {"client_dropout_rate": 0.4, "on_client_failure": "skip", "seed": 1},
     "measured": {"staleness_probe": 1, "count_flops": True},
@@ -36,7 +37,7 @@ KILLED_AT = 4  # while round 4 trains, or while it is evaluated, in both cases b
 
 def make(folder: Path, case: dict[str, Any]) -> SplitFedTrainer:
     case = {"method": "coef_j", "num_rounds": 2, "warmup_rounds": 0, "eval_strategy": "steps", "eval_steps": 2} | case
-    case["method_kwargs"] = QUICK.get(case["method"])
+    case["method_kwargs"] = case.get("method_kwargs") or QUICK.get(case["method"])
     evaluation = {"eval_dataset": images(EVALUATED, seed=1), "per_device_eval_batch_size": EVAL_BATCH}
     return trainer(folder, data=images(24), **evaluation, **UNEVEN | case)
 

@@ -27,7 +27,7 @@ from tests.support.federated import config, images, texts, tiny_bert, tiny_vit, 
     [
         ({"method": "fedavg"}, r"Unknown method 'fedavg'\. Choose one of: acc_sfl, coef_d, coef_j"),
         ({"method_kwargs": {"projections": 2}}, r"no option 'projections'.*num_projections \(default 1\)"),
-        ({"method": "coef_d", "method_kwargs": {"compensation_factor": "x"}}, r"must be float, got 'x'"),
+        ({"method": "coef_d", "method_kwargs": {"compensation_factor": "x"}}, r"must be float or None, got 'x'"),
         ({"cut": 0}, r"cut=0 must be a whole number of at least 1"),
         ({"cut": 1.5}, r"cut=1.5 must be a whole number"),
         ({"participation": 0}, r"participation=0 selects no client"),

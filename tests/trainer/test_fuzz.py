@@ -68,7 +68,8 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
 }
 # The same for the methods' own options; whole numbers and switches go by their type.
 KEYWORDS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
-    "compensation_factor": ((0, 0.5, 3000.0), (*NOT_A_FACTOR, None)),
+    "compensation_factor": ((0, 0.5, 3000.0, None), NOT_A_FACTOR),
+    "feedback_at": (("initial", "walk", "final"), ("start", "", None, 3, True)),
     "curvature_bound": ((None, 0, 0.5), NOT_A_FACTOR),
     "relative_step": ((1e-3, 0.5), NOT_POSITIVE),
     "perturbation_scale": ((1e-3, 0.1), NOT_POSITIVE),

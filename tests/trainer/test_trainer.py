@@ -48,6 +48,16 @@ def test_several_batches_differ_between_methods(tmp_path: Path) -> None:
     assert all(not torch.equal(runs[a], runs[b]) for i, a in enumerate(names) for b in names[i + 1 :])
 
 
+def test_the_log_tells_a_factor_that_follows_the_batch_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="hf_coefsfl"):
+        for kwargs in (None, {"compensation_factor": 7.0}):
+            trainer(
+                tmp_path, method="coef_d", method_kwargs=kwargs, per_device_train_batch_size=4, num_rounds=1
+            ).train()
+    told = [record.message for record in caplog.records if "λ" in record.message]
+    assert told == ["CoeF-D: λ = 3000 b/32 = 375 for batches of b = 4."]
+
+
 def test_warmup_rounds_are_vanilla(tmp_path: Path) -> None:
     ours = trainer(tmp_path / "a", method="coef_d", warmup_rounds=2, num_rounds=2)
     vanilla = trainer(tmp_path / "b", method="vanilla", warmup_rounds=0, num_rounds=2)
