@@ -44,17 +44,33 @@ def check_bfloat16(request: str) -> None:
 
 def bfloat16_problem() -> str:
     """Return why a bfloat16 product fails on this CPU; "" if it works."""
+    return _try_product(_machine())
+
+
+def remembered_problem() -> str | None:
+    """Return the answer of an earlier `bfloat16_problem`, or None if there is none. Nothing is tried."""
+    with suppress(OSError):
+        return _answer_file(_machine()).read_text()
+    return None
+
+
+def _machine() -> str:
+    """Return all that the answer depends on."""
     facts = [*platform.uname(), version("torch"), *(os.environ.get(n, "") for n in (VARIABLE, _OLD_VARIABLE))]
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         facts += sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
-    return _try_product("\n".join(facts))
+    return "\n".join(facts)
+
+
+def _answer_file(machine: str) -> Path:
+    name = f"bfloat16-{hashlib.sha256(machine.encode()).hexdigest()[:16]}.txt"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "hf_coefsfl" / name
 
 
 @functools.cache
 def _try_product(machine: str) -> str:
-    name = f"bfloat16-{hashlib.sha256(machine.encode()).hexdigest()[:16]}.txt"
-    answer = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "hf_coefsfl" / name
+    answer = _answer_file(machine)
     with suppress(OSError):
         return answer.read_text()
     command = [sys.executable, "-c", CHILD]

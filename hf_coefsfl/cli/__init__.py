@@ -1,71 +1,103 @@
-"""The `coefsfl` command line: one module for each subcommand, with `add_arguments` and `run`."""
+"""The `coefsfl` command line: one module for each subcommand, with `add_arguments` and `run`.
+
+A module is imported when its command runs, so that the rest of the command line answers without PyTorch.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-import warnings
 from collections.abc import Sequence
-from typing import NoReturn
-
-import torch
-from transformers.utils import logging
+from importlib import import_module
+from typing import Any
 
 from .. import __version__
-from . import compare_command, cost_command, methods_command, split_command, train_command
+from .._parser import OptionParser
+from .._suggest import did_you_mean
+from .known_options import check_options, options_of_command
 
-COMMANDS = {
-    "compare": compare_command,
-    "cost": cost_command,
-    "methods": methods_command,
-    "split": split_command,
-    "train": train_command,
+COMMANDS = {  # and what they do, as the first line of their modules says
+    "compare": "train many settings, as a spec lists them, and report them in the paper's tables",
+    "cost": "what a round costs each method in transfers, bytes, FLOPs and memory, without training",
+    "env": "versions, devices and settings of this machine, for a bug report",
+    "methods": "the methods, their options and what crosses the cut",
+    "split": "write the half of the model that clients of a deployed run hold, with its tokenizer or processor",
+    "train": "fine-tune a model on one of the tasks, evaluate it, save and describe the adapter",
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Say what is wrong and leave with status 2."""
-        line = " ".join(message.split())
-        self.exit(2, f"{self.prog}: error: {line} (see {self.prog} --help)\n")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command with all its subcommands."""
-    parser = _Parser(prog="coefsfl", description="Split federated fine-tuning of Hugging Face models.")
+def make_parser() -> OptionParser:
+    """Return the parser of what comes before a command."""
+    commands = "\n".join(f"  {name:<8} {summary}" for name, summary in COMMANDS.items())
+    parser = OptionParser(
+        prog="coefsfl",
+        usage="coefsfl [-h] [--version] command ...",
+        description="Split federated fine-tuning of Hugging Face models.",
+        epilog=f"commands:\n{commands}\n\n`coefsfl COMMAND --help` tells more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"coefsfl {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for name, module in COMMANDS.items():
-        summary = (module.__doc__ or "").splitlines()[0].partition(": ")[2]
-        command = commands.add_parser(
-            name,
-            help=summary,
-            description=summary[:1].upper() + summary[1:],
-            epilog=module.EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(command)
-        command.set_defaults(run=module.run, refuse=command.error)
     return parser
+
+
+def command_parser(name: str) -> tuple[Any, OptionParser]:
+    """Return the module of a command and its parser."""
+    module = import_module(f".{name}_command", __name__)
+    summary = COMMANDS[name]
+    parser = OptionParser(
+        prog=f"coefsfl {name}",
+        description=summary[:1].upper() + summary[1:],
+        epilog=module.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    return module, parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. What it was asked for goes to stdout, everything else to stderr."""
-    arguments = make_parser().parse_args(argv)
-    if not getattr(COMMANDS[arguments.command], "TRAINS", False):
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        warnings.simplefilter("ignore")
-        torch.set_num_threads(1)  # what is counted here is small, and threads only wait for each other
+    parser = make_parser()
+    name, *given = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name.startswith("-"):
+        parser.parse_args([name])
+        parser.error("the command comes first, then its options.")
+    if name not in COMMANDS:
+        parser.error(f"there is no command {name!r}.{did_you_mean(name, COMMANDS)} Choose from {', '.join(COMMANDS)}.")
+    parser.prog = f"coefsfl {name}"
     try:
-        answer = arguments.run(arguments)
+        _check_early(name, given)
+        module, parser = command_parser(name)
+        arguments = parser.parse_args(given)
+        if not getattr(module, "TRAINS", False):
+            _quieten()
+        answer = module.run(arguments)
         if answer is not None:
             print(answer, flush=True)
     except ValueError as error:
-        arguments.refuse(str(error))
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        print(f"\n{parser.prog}: stopped.", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader (head, say) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _check_early(name: str, given: Sequence[str]) -> None:
+    """Refuse what can be refused before the modules of the command are imported."""
+    if name not in ("train", "split"):
+        check_options(given, options_of_command(name))
+
+
+def _quieten() -> None:
+    """Show no warnings and progress of libraries: what is counted here is small."""
+    import warnings
+
+    import torch
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # threads would only wait for each other

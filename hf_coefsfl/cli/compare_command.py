@@ -28,11 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(specs())
     add("spec", help=f"YAML file of tasks, splits, cuts, methods, learning rates and seeds, or one of: {names}")
     add("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
-    add("--output_dir", "--output-dir", help="default: outputs/compare/NAME for NAME.yaml")
-    add("--runs_dir", "--runs-dir", help="folder of the runs, which specs may share (default: runs in --output_dir)")
+    add("--output_dir", help="default: outputs/compare/NAME for NAME.yaml")
+    add("--runs_dir", help="folder of the runs, which specs may share (default: runs in --output_dir)")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--dry_run", "--dry-run", action="store_true", help="list the runs and start none")
-    what.add_argument("--report_only", "--report-only", action="store_true", help="rebuild the report of what is done")
+    what.add_argument("--dry_run", action="store_true", help="list the runs and start none")
+    what.add_argument("--report_only", action="store_true", help="rebuild the report of what is done")
 
 
 def run(arguments: argparse.Namespace) -> str:

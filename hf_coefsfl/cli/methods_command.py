@@ -6,6 +6,8 @@ import argparse
 import dataclasses
 import inspect
 import json
+import textwrap
+from itertools import zip_longest
 from typing import Any, get_type_hints
 
 from transformers import AutoConfig, AutoModelForImageClassification
@@ -23,6 +25,7 @@ examples:
   coefsfl methods {DEFAULT_METHOD}
 """
 _CUT = 1
+_WIDTHS = {"method": 11, "paper": 17, "transfers": 12, "up": 18, "down": 30}  # a line has at most 100 characters
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,15 +40,24 @@ def run(arguments: argparse.Namespace) -> str:
     """Return the list of methods, or the explanation of one."""
     if arguments.method is not None:
         if arguments.method not in METHODS:
-            raise ValueError(f"Unknown method {arguments.method!r}. Choose one of: {', '.join(ordered_methods())}.")
+            make_method(arguments.method)  # which refuses it
         return explain(arguments.method)
     toy = _tiny_model()
     rows = [describe(name, toy) for name in ordered_methods()]
     if arguments.format == "json":
         return json.dumps(rows, indent=2, ensure_ascii=False)
-    for row in rows:
-        row["options"] = ", ".join(f"{option['name']}={option['default']!r}" for option in row["options"])
-    return format_table(rows, markdown=arguments.format == "markdown")
+    if arguments.format == "markdown":
+        for row in rows:
+            row["options"] = ", ".join(f"{option['name']}={option['default']!r}" for option in row["options"])
+        return format_table(rows, markdown=True)
+    lines = [line for row in rows for line in _wrapped(row)]
+    return f"{format_table(lines)}\n\n`coefsfl methods NAME` explains one and lists its options."
+
+
+def _wrapped(row: dict[str, Any]) -> list[dict[str, str]]:
+    """Return the lines of a row whose columns are not wider than `_WIDTHS`."""
+    cells = {name: textwrap.wrap(str(row[name]), width) for name, width in _WIDTHS.items()}
+    return [dict(zip(cells, line, strict=True)) for line in zip_longest(*cells.values(), fillvalue="")]
 
 
 def describe(name: str, toy: CostModel) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_type_hints
 
 from torch import Tensor
 
+from .._suggest import did_you_mean
 from ..protocol.client_side import ClientSide
 from ..protocol.link import ClientLink
 from ..protocol.loss import LossSpec
@@ -156,7 +157,8 @@ def ordered_methods() -> list[str]:
 def make_method(name: str, kwargs: Mapping[str, Any] | None = None) -> Method:
     """Return the method of that name; a ValueError says which option or value is wrong."""
     if name not in METHODS:
-        raise ValueError(f"Unknown method {name!r}. Choose one of: {', '.join(sorted(METHODS))}.")
+        near = did_you_mean(name, METHODS)
+        raise ValueError(f"Unknown method {name!r}.{near} Choose one of: {', '.join(ordered_methods())}.")
     cls, kwargs = METHODS[name], dict(kwargs or {})
     options = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     types = get_type_hints(cls)

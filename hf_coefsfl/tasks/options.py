@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import sys
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
+from .._parser import OptionParser
+from .._suggest import did_you_mean
 from ..config import SplitFedConfig
 from ..methods import DEFAULT_METHOD, METHODS
 from . import FineTuningTask, TaskArguments
@@ -46,7 +47,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
     """Show defaults, and leave the description as it is."""
 
 
-class RecipeParser(HfArgumentParser):
+class RecipeParser(OptionParser, HfArgumentParser):
     """The parser of a task's recipe, with options in groups and errors of one line.
 
     Args:
@@ -73,7 +74,7 @@ class RecipeParser(HfArgumentParser):
         return {title: self.add_argument_group(title) for title in self.members}
 
     def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:
-        """Add an option to its group. The help shows neither its spelling with hyphens nor a default of None."""
+        """Add an option to its group. The help does not show a default of None."""
         name = kwargs.get("dest") or names[0].lstrip("-")
         if name in _DECIDED:
             return argparse.Action(names, name)
@@ -88,14 +89,7 @@ class RecipeParser(HfArgumentParser):
         if not negation:
             kwargs["metavar"] = _VALUES.get(kwargs["type"], "TEXT")
         option: argparse.Action = self.groups[title].add_argument(names[0], **kwargs)
-        for spelling in names[1:]:
-            self.groups[title].add_argument(spelling, **kwargs | {"dest": name, "help": argparse.SUPPRESS})
         return self.options.setdefault(name, option)
-
-    def error(self, message: str) -> NoReturn:
-        """End the program with one line."""
-        line = " ".join(message.split())
-        self.exit(2, f"{self.prog}: error: {line} (see --help)\n")
 
 
 def make_parser(
@@ -114,7 +108,6 @@ def make_parser(
         usage="%(prog)s [options_file] [--option value ...]",
         description=description,
         formatter_class=_Formatter,
-        allow_abbrev=False,
     )
     parser.set_defaults(
         method=method,
@@ -196,10 +189,7 @@ def _read_file(path: Path, parser: RecipeParser) -> dict[str, Any]:
         raise ValueError(f"{path} must hold options and their values, got {type(found).__name__}.")
     for name in found:
         if name not in parser.options:
-            near = difflib.get_close_matches(str(name), parser.options, n=3)
-            raise ValueError(
-                f"{path}: there is no option {name!r}" + (f"; near it: {', '.join(near)}." if near else ".")
-            )
+            raise ValueError(f"{path}: there is no option {name!r}.{did_you_mean(name, parser.options)}")
     found = {name: value for name, value in found.items() if value is not None}
     for name, value in found.items():
         if parser.options[name].nargs == "+" and isinstance(value, str):

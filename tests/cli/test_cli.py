@@ -168,7 +168,3 @@ def test_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as left:
         runpy.run_module("hf_coefsfl", run_name="__main__")
     assert left.value.code in (None, 0) and capsys.readouterr().out.strip() == f"coefsfl {__version__}"
-
-
-def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "required: command" in refused(capsys)
