@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -29,12 +30,28 @@ _LOG_FROM = 5.0  # a spread of the runs' totals from which on a linear axis woul
 
 
 def new_figure(width: float, height: float, dpi: int = 150) -> Figure:
-    """Return an empty figure of its own (no pyplot, no global backend); raise ImportError without Matplotlib."""
+    """Return an empty figure of its own (no pyplot, no global backend); raise ImportError without Matplotlib.
+
+    A notebook shows it, whether or not pyplot is loaded there.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"Plots need Matplotlib ({error}): pip install 'hf_coefsfl[plots]'") from error
-    return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+
+    class Picture(Figure):
+        def _repr_png_(self) -> bytes:
+            buffer = io.BytesIO()
+            self.savefig(buffer, format="png", dpi=min(dpi, 100))
+            return buffer.getvalue()
+
+    return Picture(figsize=(width, height), dpi=dpi, layout="constrained")
+
+
+def _saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
+    if path is not None:
+        figure.savefig(path)
+    return figure
 
 
 @cache
@@ -77,19 +94,19 @@ def accuracy_curve(
 
 def plot_runs(
     runs: Mapping[str, Sequence[tuple[int, float, float]]],
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None = None,
     *,
     metric: str = "accuracy",
     title: str | None = None,
     shares: bool = True,
-) -> None:
-    """Save a picture of the runs (PNG, PDF, ... by the ending of `path`): the metric over rounds and over MiB.
+) -> Figure:
+    """Draw the metric over rounds and over MiB, save it (PNG, PDF, ... by the ending of `path`) and return it.
 
     The MiB axis is logarithmic if the runs' totals differ by a factor of five or more.
 
     Args:
         runs: for each run's name its (round, cumulative MiB, metric), as `accuracy_curve` gives them.
-        path: the file to write.
+        path: the file to write; None writes none.
         metric: the label of the vertical axis.
         title: a heading over both panels.
         shares: show metrics between 0 and 1 in percent; False if they are in percent already.
@@ -128,21 +145,21 @@ def plot_runs(
     figure.legend(loc="outside lower center", ncols=min(len(runs), 5), frameon=False, handlelength=3.5)
     if title is not None:
         figure.suptitle(title, fontsize=11)
-    figure.savefig(path)
+    return _saved(figure, path)
 
 
 def plot_lines(
     panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None = None,
     *,
     xlabel: str = "round",
     title: str | None = None,
-) -> None:
-    """Save a picture with a panel for each quantity and the same runs in all of them.
+) -> Figure:
+    """Draw a panel for each quantity with the same runs in all of them, save the picture and return it.
 
     Args:
         panels: for each quantity, the label of its vertical axis, each run's (x, y).
-        path: the file to write.
+        path: the file to write; None writes none.
         xlabel: the label of the horizontal axes.
         title: a heading over the panels.
     """
@@ -166,16 +183,16 @@ def plot_lines(
     figure.legend(loc="outside lower center", ncols=min(most, 5), frameon=False, handlelength=3.5)
     if title is not None:
         figure.suptitle(title, fontsize=11)
-    figure.savefig(path)
+    return _saved(figure, path)
 
 
 def plot_partition(
     partition: Partition,
     labels: ArrayLike,
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None = None,
     class_names: Sequence[str] | None = None,
-) -> None:
-    """Save a picture of the rows per client and class to `path` (PNG, PDF, ...).
+) -> Figure:
+    """Draw the rows per client and class, save the picture to `path` (PNG, PDF, ...) and return it.
 
     `class_names[c]` is the name of the integer class c, as in `ClassLabel.names`.
     """
@@ -219,7 +236,7 @@ def plot_partition(
             cells.text(client, label, str(count), ha="center", va="center", color=colour, fontsize=size)
     colourbar = figure.colorbar(image, ax=cells, fraction=0.04, pad=0.01, label="rows of the class")
     colourbar.ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.savefig(path)
+    return _saved(figure, path)
 
 
 def _class_name(value: Any, class_names: Sequence[str] | None) -> str:

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
@@ -18,6 +18,7 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints
+from transformers.utils import is_in_notebook
 
 from .._bfloat16 import check_bfloat16
 from .._io import write_atomically
@@ -39,6 +40,9 @@ from .evaluation import EvaluatingTrainer
 from .hub import SharingTrainer, check_token
 from .launching import check_processes
 from .model_card import write_card
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 logger = logging.getLogger(__name__)
 LEDGER_NAME = "communication.json"
@@ -282,7 +286,8 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         """Run one communication round: local training of the sampled clients, then federated averaging."""
         assert self.rounds is not None and self.clients is not None
         round_index = self.state.global_step  # not the loader's, which ignore_data_skip would start over
-        progress = not self.args.disable_tqdm and self.is_local_process_zero()
+        # A notebook has Trainer's table, and would keep an empty line of every round's bar.
+        progress = not self.args.disable_tqdm and self.is_local_process_zero() and not is_in_notebook()
         reports = self.rounds.run_round(round_index, self._get_learning_rate(), progress)
         self.ledger.add(round_index, {self.clients.name(client): report for client, report in reports.items()})
         summary = summarize(reports)
@@ -379,10 +384,10 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         assert isinstance(self.model, PreTrainedModel)
         self.model.load_state_dict(type(self.model).from_pretrained(folder, dtype=self.model.dtype).state_dict())
 
-    def plot_partition(self, path: str | os.PathLike[str], column: str | None = None) -> None:
-        """Save a picture of the clients' samples by class."""
+    def plot_partition(self, path: str | os.PathLike[str] | None = None, column: str | None = None) -> Figure:
+        """Draw the clients' samples by class, save the picture if a path is given, and return it."""
         if self.federation is None:
             raise ValueError("There is no train_dataset to draw.")
         column = column or self.args.partition_column
         partition, labels, names = Federation.of(self.train_dataset, self.args).labels(column)
-        plot_partition(partition, labels, path, names)
+        return plot_partition(partition, labels, path, names)
