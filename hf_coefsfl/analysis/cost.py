@@ -8,7 +8,7 @@ whose rounds also do other work says how much (`Method.round_kinds`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from peft import get_peft_model
 from transformers import PreTrainedModel
 
 from ..federation.sampling import shuffled_batches
-from ..methods import Method, make_method
+from ..methods import Method
 from ..methods.parts.costs import RoundKind, StoredWork, Workload
 from ..methods.parts.math_attention import differentiable_attention
 from ..protocol.client_side import ClientSide
@@ -31,23 +31,12 @@ from .backbones import Samples
 from .flops import CountedLink, CountedServer, OperationCounter
 from .memory import Footprint, Run, footprint
 from .tables import MIB
+from .timing import Devices, Network, RoundWork
 
 # Headings of the meter that the paper's table leaves out: labels, masks, scalars; federated averaging.
 EXTRAS = ("extras", "adapters")
 Numbers = dict[str, int]  # what was counted, by name
 Coefficients = dict[str, tuple[int, int, int]]  # a, b and c of a + b·B + c·N, and (d, 0, 0) under `first.<name>`
-
-
-@dataclass(frozen=True)
-class Network:
-    """A client's connection: bits per second, the same in both directions, and seconds of latency."""
-
-    bandwidth: float
-    latency: float = 0.0
-
-    def seconds(self, num_bytes: int, transfers: int) -> float:
-        """Return how long it takes to move `num_bytes` in a number of transfers, one after the other."""
-        return 8 * num_bytes / self.bandwidth + transfers * self.latency
 
 
 @dataclass(frozen=True)
@@ -66,9 +55,26 @@ class Cost:
     placeholder_flops: int  # of embeddings that run on placeholders, not part of the others
     client_memory: Numbers = field(default_factory=dict)  # bytes by what they are for
     footprint: Footprint | None = None  # of a run of such rounds, if asked for
+    client_last_flops: int = 0  # of the client's last local updates,
+    server_meanwhile_flops: int = 0  # and of the server while they run
+    share: float = 1.0  # of a run's rounds that are of this kind
 
-    def row(self, network: Network | None = None) -> dict[str, Any]:
-        """Return the cost as one row of the table: MiB, GFLOPs per sample and per round, seconds."""
+    @property
+    def num_bytes(self) -> int:
+        """All bytes of both directions."""
+        return sum(self.up.values()) + sum(self.down.values())
+
+    @property
+    def work(self) -> RoundWork:
+        """The operations of both sides."""
+        return RoundWork(self.client_flops, self.server_flops, self.client_last_flops, self.server_meanwhile_flops)
+
+    def row(self, networks: Mapping[str, Network] | None = None, devices: Devices | None = None) -> dict[str, Any]:
+        """Return the cost as one row of the table: MiB, GFLOPs per sample and per round.
+
+        With `devices` also the seconds of computing. With `networks` also those of a round over each of them,
+        computing included if `devices` are given.
+        """
         per_sample = 1e9 * self.num_samples
         row: dict[str, Any] = {
             "method": self.method,
@@ -86,10 +92,21 @@ class Cost:
             "placeholder_gflops": self.placeholder_flops / per_sample,
             "client_memory_parts_mib": {name: size / MIB for name, size in self.client_memory.items()},
         }
-        if network is not None:
-            total = sum(self.up.values()) + sum(self.down.values())
-            row["seconds"] = network.seconds(total, self.transfers)
+        computing = 0.0
+        if devices is not None:
+            computing = row["compute_seconds"] = devices.seconds(self.work)
+        for name, network in (networks or {}).items():
+            row[f"seconds_{name}" if len(networks or {}) > 1 else "seconds"] = computing + network.seconds(
+                self.num_bytes, self.transfers
+            )
         return row | (self.footprint.row() if self.footprint is not None else {})
+
+
+def _name(kind: RoundKind) -> str:
+    """Return the method's name, with what makes it another one or its round a rare one: "coef_j, walk"."""
+    method = kind.method
+    name = method.name + method.full_title.removeprefix(method.title)
+    return f"{name} ({kind.label})" if kind.label else name
 
 
 def _main(sizes: Mapping[str, int]) -> int:
@@ -202,8 +219,9 @@ class CostModel:
             counted[name] += kind.generated * coefficients[f"train.{name}"][2]
             if kind.stored is not None:
                 counted[name] += kind.stored.samples * coefficients[f"stored.{name}"][0]
+        counted["server_meanwhile_flops"] += kind.generated * coefficients["train.server_flops"][2]
         return Cost(
-            method=f"{kind.method.name} ({kind.label})" if kind.label else kind.method.name,
+            method=_name(kind),
             title=kind.method.full_title,
             cut=cut,
             num_samples=N,
@@ -214,6 +232,9 @@ class CostModel:
             server_flops=counted["server_flops"],
             placeholder_flops=counted["placeholder_flops"],
             client_memory=_below(counted, "memory"),
+            client_last_flops=counted["client_last_flops"],
+            server_meanwhile_flops=counted["server_meanwhile_flops"],
+            share=kind.share,
         )
 
     def _with_stored(self, plain: Coefficients, work: StoredWork, cut: int, local_epochs: int) -> Coefficients:
@@ -268,6 +289,8 @@ class CostModel:
             "transfers": link.meter.transfers,
             "client_flops": server.counter.flops["client"],
             "server_flops": server.counter.flops["server"],
+            "client_last_flops": link.last_flops,
+            "server_meanwhile_flops": server.counter.flops["server"] - link.server_flops_before_last,
             "placeholder_flops": sum(server.counter.placeholder_flops.values()),
             "train.server_flops": server.train_flops,
             "train.placeholder_flops": server.train_placeholder_flops,
@@ -301,16 +324,3 @@ def _solve(one: Numbers, two: Numbers, one_one: Numbers, one_two: Numbers) -> Co
 def _below(counted: Numbers, prefix: str) -> Numbers:
     below = {name.partition(".")[2]: size for name, size in counted.items() if name.startswith(f"{prefix}.")}
     return {name: size for name, size in below.items() if size}
-
-
-def cost_methods(
-    model: CostModel,
-    methods: Iterable[str],
-    cut: int,
-    plan: Round,
-    options: Mapping[str, Any] | None = None,
-    run: Run | None = None,
-) -> list[Cost]:
-    """Return the costs of some methods by name; `options` holds the `method_kwargs` of those that have any."""
-    chosen = [make_method(name, (options or {}).get(name)) for name in methods]
-    return [cost for method in chosen for cost in model.costs(method, cut, plan, run)]

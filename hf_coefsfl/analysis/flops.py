@@ -161,6 +161,8 @@ class CountedLink(LocalLink):
         self.counter = counter
         self.round_messages = 0  # bytes that came down for the whole round and stay until its end
         self.batch_messages = 0  # bytes of the largest message for single batches
+        self.last_flops = 0  # of the client's updates for the whole round, which no server waits for,
+        self._server_flops: int | None = None  # and of the server until they began
         own = {t.untyped_storage().data_ptr() for t in (*client.half.parameters(), *client.half.buffers())}
 
         def is_weight(tensor: Tensor) -> bool:
@@ -176,14 +178,20 @@ class CountedLink(LocalLink):
 
     def update(self, messages: Sequence[Message] | None = None, batches: Sequence[int] | None = None) -> None:
         """Count the client's update, and note how much it is given at once."""
-        before = sum(self.meter.down.values())
+        before, flops = sum(self.meter.down.values()), dict(self.counter.flops)
         with self.counter.on_client(), self.saved.recording():
             super().update(messages, batches)
         size = sum(self.meter.down.values()) - before
         if batches is None:
             self.round_messages += size
+            self.last_flops, self._server_flops = self.counter.flops["client"] - flops["client"], flops["server"]
         else:
             self.batch_messages = max(self.batch_messages, size)
+
+    @property
+    def server_flops_before_last(self) -> int:
+        """Operations of the server until the client's updates for the whole round began; all, if there were none."""
+        return self.counter.flops["server"] if self._server_flops is None else self._server_flops
 
     def foreign_weights(self) -> int:
         """Bytes of the weights that the client worked with and that are not its half's: auxiliary networks."""

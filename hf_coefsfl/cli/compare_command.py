@@ -7,10 +7,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tqdm import tqdm
+
 from .._recipes import specs
 from ..analysis.tables import format_table
 from ..compare import Cell, Runner, expand, load_finished, load_spec, total, write_report
+from ..compare.budget import Budget
 from ..compare.grid import Summary
+from .units import parse_speed
 
 EPILOG = """\
 A run is one process, and its folder tells what it has done: kill the comparison at any point and start it again, and
@@ -30,6 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
     add("--output_dir", help="default: outputs/compare/NAME for NAME.yaml")
     add("--runs_dir", help="folder of the runs, which specs may share (default: runs in --output_dir)")
+    add(
+        "--device_speed",
+        help="with --dry_run: adds MiB, and hours on a device of e.g. 10TFLOPS (what it reaches, not its peak)",
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--dry_run", action="store_true", help="list the runs and start none")
     what.add_argument("--report_only", action="store_true", help="rebuild the report of what is done")
@@ -44,7 +52,9 @@ def run(arguments: argparse.Namespace) -> str:
     root = Path(arguments.output_dir or Path("outputs", "compare", spec.name))
     runs = Path(arguments.runs_dir or root / "runs")
     if arguments.dry_run:
-        return _listing(cells, runs)
+        return _listing(cells, runs, arguments.device_speed)
+    if arguments.device_speed is not None:
+        raise ValueError("--device_speed needs --dry_run: it estimates the runs and starts none.")
     root.mkdir(parents=True, exist_ok=True)
     if arguments.report_only:
         return _answer(write_report(spec, cells, root, runs, load_finished(cells, runs)), root)
@@ -72,15 +82,35 @@ def _answer(text: str, root: Path) -> str:
     return f"{text}\nReport: {root / 'report.html'}"
 
 
-def _listing(cells: list[Cell], runs_dir: Path) -> str:
+def _listing(cells: list[Cell], runs_dir: Path, speed: str | None) -> str:
     finished = load_finished(cells, runs_dir)
-    rows = []
-    for cell in cells:
+    budget = Budget(parse_speed(speed)) if speed is not None else None
+    rows, notes, hours, mib = [], set(), 0.0, 0.0
+    for cell in tqdm(cells, desc="estimating", unit="setting", leave=False, disable=budget is None):
         runs = cell.first()
         row = {"task": cell.spec.title or cell.spec.task, "model": cell.spec.model, "split": cell.split.name}
         row |= {"cut": str(cell.cut), "method": cell.variant.name}
         planned = len(runs) + len(cell.spec.seeds) - 1
         done = sum(run.id in finished for run in runs) + max(0, len(cell.results(finished)) - 1)
-        rows.append(row | {"runs": "--" if cell.refused else str(planned), "done": "" if cell.refused else str(done)})
-    notes = {f"-- {cell.variant.name}, {cell.spec.task}: {cell.refused}" for cell in cells if cell.refused}
-    return "\n".join([format_table(rows), "", *sorted(notes), f"{total(cells)} runs, {len(finished)} of them done."])
+        row |= {"runs": "--" if cell.refused else str(planned), "done": "" if cell.refused else str(done)}
+        if cell.refused:
+            notes.add(f"-- {cell.variant.name}, {cell.spec.task}: {cell.refused}")
+        if budget is not None:
+            row |= {"hours": "--", "MiB": "--"}
+            if not cell.refused:
+                try:
+                    estimate = budget.of(cell)
+                except ValueError as error:
+                    notes.add(f"-- {cell.spec.task}, {cell.spec.model}: cannot be estimated: {error}")
+                else:
+                    left = planned - done
+                    row |= {"hours": f"{left * estimate.seconds / 3600:,.2f}", "MiB": f"{left * estimate.mib:,.0f}"}
+                    hours, mib = hours + left * estimate.seconds / 3600, mib + left * estimate.mib
+        rows.append(row)
+    conclusion = f"{total(cells)} runs, {len(finished)} of them done."
+    if budget is not None:
+        conclusion += (
+            f" The others take about {hours:,.1f} hours on one device of {speed} and move {mib:,.0f} MiB. Runs that "
+            "settings share are counted for each."
+        )
+    return "\n".join([format_table(rows), "", *sorted(notes), conclusion])

@@ -9,15 +9,17 @@ import json
 import sys
 from typing import Any
 
+import yaml
 from tqdm import tqdm
 
 from ..analysis.backbones import BACKBONES, SEQUENCE_LENGTH, TASKS, build_model, default_cut
-from ..analysis.cost import Cost, CostModel, Network, Round, cost_methods
+from ..analysis.cost import Cost, CostModel, Round
 from ..analysis.memory import Run
 from ..analysis.tables import format_table
-from ..methods import DEFAULT_METHOD, METHODS, ordered_methods
+from ..analysis.timing import Devices, Network
+from ..methods import DEFAULT_METHOD, METHODS, Method, make_method, ordered_methods
 from ..protocol.packing import EXCHANGE_DTYPES
-from .units import parse_bandwidth, parse_latency
+from .units import parse_bandwidth, parse_latency, parse_speed
 
 EPILOG = f"""\
 up_mib and down_mib are smashed data, gradients, curvature and auxiliary networks; extra_up_mib and extra_down_mib
@@ -35,7 +37,6 @@ examples:
 COLUMNS = {
     "method": "", "cut": "", "transfers": ",", "up_mib": ",.2f", "down_mib": ",.2f", "extra_up_mib": ".3f",
     "extra_down_mib": ".3f", "client_gflops": ".3f", "server_gflops": ".3f", "client_memory_mib": ",.1f",
-    "seconds": ",.2f",
 }  # fmt: skip
 RUN_COLUMNS = {"method": "", "cut": ""} | dict.fromkeys(
     ("process_memory_mib", "client_alone_mib", "server_alone_mib", "disk_mib", "disk_peak_mib"), ",.1f"
@@ -56,7 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--local-epochs", type=int, default=1, help="default: %(default)s")
     add("--sequence-length", type=int, help=f"tokens of a text (default: {SEQUENCE_LENGTH})")
     add("--head", choices=["full", "lora", "frozen"], help="how the task head is trained (default: as for training)")
-    add("--methods", nargs="+", metavar="METHOD", help="default: all that can train the model")
+    add(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        help=f"names, with options as in {DEFAULT_METHOD}:feedback_at=walk (default: all that can train the model)",
+    )
     add("--method-kwargs", metavar="JSON", help=f"options by method, e.g. {_EXAMPLE}")
     add("--exchange-dtype", choices=EXCHANGE_DTYPES, default="float32", help="of what crosses (default: %(default)s)")
     add("--rounds", type=int, help="of a run: adds its memory and its files")
@@ -64,20 +70,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-clients", type=int, help=f"of the run (default: {Run.num_clients})")
     add("--save-steps", type=int, help=f"rounds between checkpoints (default: {Run.save_steps})")
     add("--save-total-limit", type=int, help="checkpoints that are kept (default: all)")
-    add("--bandwidth", help="of the client's connection, e.g. 20Mbps: adds the seconds of a round's transfers")
-    add("--latency", help="of one transfer, e.g. 50ms (default: none)")
+    add("--bandwidth", nargs="+", help="of the client's connection, e.g. 10Mbps 1Gbps: adds the seconds of a round")
+    add("--latency", nargs="+", help="of one transfer, e.g. 50ms: one for all connections or each (default: none)")
+    add("--client-speed", help="of the client's device, e.g. 50GFLOPS: adds the seconds of computing")
+    add("--server-speed", help="of what the server has for one client, e.g. 10TFLOPS")
     add("--format", choices=["table", "json", "csv", "markdown"], default="table", help="default: %(default)s")
 
 
 def run(arguments: argparse.Namespace) -> str:
     """Return the table in the format that was asked for."""
-    network, of_run = _network(arguments), _run(arguments)
+    networks, devices, of_run = _networks(arguments), _devices(arguments), _run(arguments)
     options = _options(arguments.method_kwargs)
     plan = Round(arguments.num_samples, arguments.batch_size, arguments.local_epochs)
-    methods = arguments.methods or ordered_methods()
-    for name in (*methods, *options):
+    for name in options:
         if name not in METHODS:
             raise ValueError(f"Unknown method {name!r}. Choose one of: {', '.join(ordered_methods())}.")
+    methods = [_method(item, options) for item in arguments.methods or ordered_methods()]
     if arguments.num_labels is not None and arguments.num_labels < 1:
         raise ValueError(f"--num-labels must be at least 1, got {arguments.num_labels}.")
     model = CostModel(
@@ -91,11 +99,12 @@ def run(arguments: argparse.Namespace) -> str:
     left_out: dict[str, str] = {}
     for cut in cuts:
         model.split(cut)  # a model that cannot be split is one error, not one for each method
-    progress = tqdm([(cut, name) for cut in cuts for name in methods], file=sys.stderr, leave=False, unit="method")
-    for cut, name in progress:
+    progress = tqdm([(cut, m) for cut in cuts for m in methods], file=sys.stderr, leave=False, unit="method")
+    for cut, method in progress:
+        name = method.name
         progress.set_description(f"cut {cut}, {name}")
         try:
-            costs += cost_methods(model, [name], cut, plan, options, of_run)
+            costs += model.costs(method, cut, plan, of_run)
         except ValueError as error:
             if arguments.methods or name in options:
                 raise
@@ -106,7 +115,7 @@ def run(arguments: argparse.Namespace) -> str:
         raise ValueError(f"no method can train {arguments.model}: {next(iter(left_out.values()), 'none was named')}")
     for name, reason in left_out.items():
         print(f"coefsfl cost: {name} is left out: {reason}", file=sys.stderr)
-    rows = [cost.row(network) for cost in costs]
+    rows = [cost.row(networks, devices) for cost in costs]
     text = render(rows, arguments.format)
     if of_run is None or arguments.format in ("json", "csv"):
         return text
@@ -125,7 +134,7 @@ def render(rows: list[dict[str, Any]], style: str) -> str:
         writer.writeheader()
         writer.writerows(flat)
         return text.getvalue().rstrip("\n")
-    shown = {name: spec for name, spec in COLUMNS.items() if any(name in row for row in flat)}
+    shown = COLUMNS | {name: ",.2f" for row in flat for name in row if "seconds" in name}
     # A few bytes must not look like none.
     tiny = [
         row | {name: f"{row[name]:.6f}" for name in ("up_mib", "down_mib") if 0 < row[name] < 0.005} for row in flat
@@ -133,13 +142,39 @@ def render(rows: list[dict[str, Any]], style: str) -> str:
     return format_table(tiny, shown, markdown=style == "markdown")
 
 
-def _network(arguments: argparse.Namespace) -> Network | None:
-    latency = parse_latency(arguments.latency) if arguments.latency is not None else 0.0
-    if arguments.bandwidth is None:
-        if arguments.latency is not None:
-            raise ValueError("--latency needs a --bandwidth to make a time of.")
+def _networks(arguments: argparse.Namespace) -> dict[str, Network]:
+    """Return the connections by the names that were given."""
+    names, given = arguments.bandwidth or [], arguments.latency or []
+    if not names and given:
+        raise ValueError("--latency needs a --bandwidth to make a time of.")
+    latencies = [parse_latency(text) for text in given] or [0.0]
+    if len(latencies) not in (1, len(names)) and names:
+        raise ValueError(f"--latency takes one value or one for each --bandwidth ({len(names)}), got {len(latencies)}.")
+    latencies = latencies * len(names) if len(latencies) == 1 else latencies
+    return {name: Network(parse_bandwidth(name), delay) for name, delay in zip(names, latencies, strict=True)}
+
+
+def _devices(arguments: argparse.Namespace) -> Devices | None:
+    given = arguments.client_speed, arguments.server_speed
+    if None in given:
+        if any(given):
+            raise ValueError("--client-speed and --server-speed belong together: a round waits for both sides.")
         return None
-    return Network(parse_bandwidth(arguments.bandwidth), latency)
+    return Devices(*map(parse_speed, given))
+
+
+def _method(item: str, options: dict[str, dict[str, Any]]) -> Method:
+    """Return the method of `name` or `name:option=value,...`; its values are YAML."""
+    name, _, text = item.partition(":")
+    kwargs = dict(options.get(name, {}))
+    for part in filter(None, text.split(",")):
+        option, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"{item!r} is not a method with options: write {name}:option=value,option=value.")
+        kwargs[option] = yaml.safe_load(value)
+    if name not in METHODS:
+        raise ValueError(f"Unknown method {name!r}. Choose one of: {', '.join(ordered_methods())}.")
+    return make_method(name, kwargs)
 
 
 def _run(arguments: argparse.Namespace) -> Run | None:

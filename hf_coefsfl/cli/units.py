@@ -1,4 +1,4 @@
-"""Reading quantities with units: bandwidths and latencies."""
+"""Reading quantities with units: bandwidths, latencies and speeds of devices."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import re
 
 BANDWIDTHS = {"bps": 1.0, "kbps": 1e3, "mbps": 1e6, "gbps": 1e9}  # bits per second
+SPEEDS = {"gflops": 1e9, "tflops": 1e12, "pflops": 1e15}  # operations per second
 LATENCIES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}  # seconds
 
 
@@ -18,6 +19,18 @@ def parse_bandwidth(text: str) -> float:
     value = _parse(text, BANDWIDTHS, "bandwidth", "20Mbps")
     if value == 0:
         raise ValueError(f"A bandwidth must be above 0, got {text!r}.")
+    return value
+
+
+def parse_speed(text: str) -> float:
+    """Return operations per second.
+
+    >>> parse_speed("10TFLOPS")
+    10000000000000.0
+    """
+    value = _parse(text, SPEEDS, "speed", "10TFLOPS")
+    if value == 0:
+        raise ValueError(f"A speed must be above 0, got {text!r}.")
     return value
 
 

@@ -85,7 +85,11 @@ class FSLSAGE(Method):
         quiet = replace(self, align_every=max(2, self.align_every))  # so that round 1 does not align
         once, twice = (replace(self, buffer_size=1, align_epochs=epochs) for epochs in (1, 2))
         alignment = StoredWork(once, twice, self.align_epochs, self._buffered(work))
-        kinds = [RoundKind(quiet, index=1), RoundKind(quiet, index=1, label="alignment", stored=alignment)]
+        share = 1 / self.align_every
+        kinds = [
+            RoundKind(quiet, index=1, share=1 - share),
+            RoundKind(quiet, index=1, label="alignment", stored=alignment, share=share),
+        ]
         return kinds if self.align_every > 1 else kinds[1:]
 
     def state_nbytes(self, measured: int, work: Workload) -> int:

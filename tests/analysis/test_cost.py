@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from hf_coefsfl.analysis.backbones import BACKBONES, build_model, default_cut
-from hf_coefsfl.analysis.cost import CostModel, Network, Round, cost_methods
+from hf_coefsfl.analysis.cost import Cost, CostModel, Round
 from hf_coefsfl.analysis.tables import MIB
+from hf_coefsfl.analysis.timing import Devices, Network, RoundWork
 from hf_coefsfl.methods import METHODS, make_method
 from hf_coefsfl.methods.gas import GAS, generated_samples
 from hf_coefsfl.methods.parts.costs import Workload
@@ -38,6 +39,12 @@ QUICK = [name for name in PAPER if name in METHODS and name not in ("fsl_sage", 
 PLAN = Round(num_samples=1000, batch_size=32)
 FORWARD = 1.677  # f_s, GFLOPs
 CLIENT_FORWARD = 0.896  # f_c
+
+
+def cost_methods(
+    model: CostModel, names: list[str], cut: int, plan: Round, options: dict[str, Any] | None = None
+) -> list[Cost]:
+    return [cost for name in names for cost in model.costs(make_method(name, (options or {}).get(name)), cut, plan)]
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +230,27 @@ def test_generated_samples_go_by_the_method() -> None:
 def test_seconds_by_hand() -> None:
     # 25,000,000 bytes are 200,000,000 bits: 10 s at 20 Mbps, and 64 transfers wait 50 ms each.
     assert Network(bandwidth=20e6, latency=0.05).seconds(25_000_000, 64) == pytest.approx(10 + 3.2)
+
+
+def test_what_runs_at_the_same_time_counts_once() -> None:
+    # The client computes 30 + 20 s, the server 4 + 6; 20 and 6 of them at the same time.
+    work = RoundWork(client=50, server=100, client_last=20, server_meanwhile=60)
+    assert Devices(client=1, server=10).seconds(work) == pytest.approx(30 + 4 + 20)
+    assert Devices(client=10, server=1).seconds(work) == pytest.approx(3 + 40 + 60)
+
+
+def test_a_round_waits_for_what_the_method_waits_for(tiny: CostModel) -> None:
+    """Vanilla waits for everything; the paper's server trains while the client does; the walk is over by then."""
+    plan = Round(12, 4)
+    vanilla, initial = (tiny.costs(make_method(name), 2, plan)[0] for name in ("vanilla", "reuse"))
+    walk = tiny.costs(make_method("reuse", {"feedback_at": "walk"}), 2, plan)[0]
+    assert vanilla.client_last_flops == vanilla.server_meanwhile_flops == walk.server_meanwhile_flops == 0
+    assert initial.client_last_flops == walk.client_last_flops > 0
+    assert initial.server_meanwhile_flops == walk.server_flops == vanilla.server_flops
+    row = walk.row({"slow": Network(1e6), "fast": Network(1e9)}, Devices(1e9, 1e10))
+    assert row["compute_seconds"] == pytest.approx(walk.client_flops / 1e9 + walk.server_flops / 1e10)
+    assert row["seconds_slow"] - row["compute_seconds"] == pytest.approx(8 * walk.num_bytes / 1e6)
+    assert row["seconds_fast"] < row["seconds_slow"]
 
 
 def test_backbones_have_the_papers_sizes() -> None:

@@ -79,6 +79,16 @@ def test_tables_and_time(folder: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert row["seconds"] == pytest.approx(mib * 2**20 * 8 / 8000 + 2 * 0.5)
 
 
+def test_several_connections_and_devices(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["cost", "--model", folder, "--methods", "reuse", "reuse:feedback_at=walk", "--num-samples", "8"]
+    links = ["--bandwidth", "8kbps", "1Gbps", "--latency", "500ms", "1ms"]
+    speeds = ["--client-speed", "1GFLOPS", "--server-speed", "1TFLOPS"]
+    text = output(capsys, *command, *links, *speeds)
+    assert "compute_seconds | seconds_8kbps | seconds_1Gbps" in text and "\nreuse, walk" in text
+    initial, walk = json.loads(output(capsys, *command, *links, *speeds, "--format", "json"))
+    assert walk["seconds_1Gbps"] < walk["seconds_8kbps"] and walk["server_gflops"] < initial["server_gflops"]
+
+
 def test_options_of_methods(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["cost", "--model", folder, "--methods", "reuse", "coef_j", "--format", "json"]
     kwargs = ["--method-kwargs", '{"coef_j": {"num_projections": 3}}']
@@ -95,6 +105,11 @@ def test_options_of_methods(folder: str, capsys: pytest.CaptureFixture[str]) -> 
         (["--bandwidth", "0Mbps"], "must be above 0"),
         (["--bandwidth", "1Mbps", "--latency", "50"], "'50' is not a latency"),
         (["--latency", "50ms"], "--latency needs a --bandwidth"),
+        (["--bandwidth", "1Mbps", "2Mbps", "--latency", "1ms", "2ms", "3ms"], "one for each --bandwidth (2), got 3"),
+        (["--client-speed", "1GFLOPS"], "belong together"),
+        (["--client-speed", "1GFLOPS", "--server-speed", "fast"], "'fast' is not a speed"),
+        (["--methods", "reuse:walk"], "'reuse:walk' is not a method with options"),
+        (["--methods", "reuse:feedback_at=end"], "must be one of initial, walk, final"),
         (["--methods", "magic"], "Unknown method 'magic'. Choose one of: vanilla"),
         (["--num-samples", "0"], "num samples must be at least 1"),
         (["--num-labels", "0"], "--num-labels must be at least 1"),

@@ -39,3 +39,4 @@ class RoundKind:
     label: str = ""  # what the table adds to the method's name
     generated: int = 0  # samples that the server trains on in an epoch beside those of the client
     stored: StoredWork | None = None
+    share: float = 1.0  # of a run's rounds that are of this kind
