@@ -12,7 +12,11 @@ class Network:
     bandwidth: float
     latency: float = 0.0
 
-    def seconds(self, num_bytes: int, transfers: int) -> float:
+    def __str__(self) -> str:
+        """Return "10 Mbit/s and 50 ms"."""
+        return f"{self.bandwidth / 1e6:,g} Mbit/s and {1e3 * self.latency:g} ms"
+
+    def seconds(self, num_bytes: float, transfers: float) -> float:
         """Return how long it takes to move `num_bytes` in a number of transfers, one after the other."""
         return 8 * num_bytes / self.bandwidth + transfers * self.latency
 

@@ -11,10 +11,11 @@ from tqdm import tqdm
 
 from .._recipes import specs
 from ..analysis.tables import format_table
+from ..analysis.timing import Network
 from ..compare import Cell, Runner, expand, load_finished, load_spec, total, write_report
 from ..compare.budget import Budget
 from ..compare.grid import Summary
-from .units import parse_speed
+from .units import parse_bandwidth, parse_latency, parse_speed
 
 EPILOG = """\
 A run is one process, and its folder tells what it has done: kill the comparison at any point and start it again, and
@@ -34,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
     add("--output_dir", help="default: outputs/compare/NAME for NAME.yaml")
     add("--runs_dir", help="folder of the runs, which specs may share (default: runs in --output_dir)")
+    add("--bandwidth", default="10Mbps", help="of a client's link, for the table's seconds (default: %(default)s)")
+    add("--latency", default="50ms", help="of one transfer over it (default: %(default)s)")
     add(
         "--device_speed",
         help="with --dry_run: adds MiB, and hours on a device of e.g. 10TFLOPS (what it reaches, not its peak)",
@@ -47,6 +50,7 @@ def run(arguments: argparse.Namespace) -> str:
     """Run what is missing and return the table; a failed run makes the status 1."""
     if arguments.jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {arguments.jobs}.")
+    link = Network(parse_bandwidth(arguments.bandwidth), parse_latency(arguments.latency))
     spec = load_spec(arguments.spec)
     cells = expand(spec)
     root = Path(arguments.output_dir or Path("outputs", "compare", spec.name))
@@ -57,10 +61,10 @@ def run(arguments: argparse.Namespace) -> str:
         raise ValueError("--device_speed needs --dry_run: it estimates the runs and starts none.")
     root.mkdir(parents=True, exist_ok=True)
     if arguments.report_only:
-        return _answer(write_report(spec, cells, root, runs, load_finished(cells, runs)), root)
+        return _answer(write_report(spec, cells, root, runs, load_finished(cells, runs), link=link), root)
 
     def refresh(finished: Mapping[str, Summary]) -> None:
-        write_report(spec, cells, root, runs, finished, list(runner.failures.values()), plots=False)
+        write_report(spec, cells, root, runs, finished, list(runner.failures.values()), plots=False, link=link)
 
     runner = Runner(cells, runs, jobs=arguments.jobs, on_finish=refresh)
     try:
@@ -69,7 +73,7 @@ def run(arguments: argparse.Namespace) -> str:
         done = f"{len(runner.finished)} of {total(cells)} runs are done"
         print(f"\nStopped; {done}. The same command continues from there.", file=sys.stderr)
         sys.exit(130)
-    text = write_report(spec, cells, root, runs, runner.finished, failures)
+    text = write_report(spec, cells, root, runs, runner.finished, failures, link=link)
     if not failures:
         return _answer(text, root)
     print(_answer(text, root), flush=True)

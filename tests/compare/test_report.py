@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from pyarrow import parquet
 
+from hf_coefsfl.analysis.timing import Network
 from hf_coefsfl.compare import Cell, expand, load_spec, parse_spec, write_report
 from hf_coefsfl.compare.paper import paper_results, paper_value
 from hf_coefsfl.compare.render.table_formats import latex, markdown
@@ -118,6 +119,20 @@ def test_means_and_deviations() -> None:
     assert lines[2] == "| Model | Method | iid | a\\|b |"
     assert lines[4] == "| ViT | Gradient reuse (w/o comp.) | 72.0 ± 2.0 |  |"
     assert lines[5] == "| ViT | CoeF-D | 80.5 ± 0.7\\* |  |"  # the sample's: sqrt(0.5)
+    compile_latex(latex(table))
+
+
+def test_a_table_of_one_task_tells_what_crossed_and_how_long_that_takes() -> None:
+    cells = cells_of(learning_rates=[0.1], seeds=[0])
+    measured = summary(80.0) | {"mib": 10.0, "transfers": 8, "num_clients": 10, "participation": 0.2}
+    (table,) = make_tables(
+        gather(parse_spec(content(), "t"), cells, {cells[0].first()[0].id: measured}), Network(8e6, 0.5)
+    )
+    lines = markdown(table).splitlines()
+    assert lines[2] == "| Model | Method | accuracy | MiB | transfers | seconds |"
+    seconds = 10 * 2**20 / 2 / 1e6 + 8 / 2 * 0.5  # two clients of a round send at the same time
+    assert lines[4] == f"| ViT | Gradient reuse (w/o comp.) | 80.0 | 10.0 | 8 | {seconds:.1f} |"
+    assert lines[5] == "| ViT | CoeF-D |  |  |  |  |" and "over 8 Mbit/s and 500 ms" in lines[-1]
     compile_latex(latex(table))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from ..._io import finite
+from ...analysis.timing import Network
 from ..grid import Summary, total
 from ..results import Result, mean_curve, staleness
 from ..runner import Failure
@@ -18,7 +19,9 @@ from .plots import PROBED, by_place, place_name
 from .tables import make_tables
 
 
-def make_html(spec: Spec, results: Sequence[Result], runs: Path, failures: Sequence[Failure] = ()) -> str:
+def make_html(
+    spec: Spec, results: Sequence[Result], runs: Path, failures: Sequence[Failure] = (), link: Network | None = None
+) -> str:
     """Return the page. `runs` holds the folders of the runs."""
     finished = {run.id for result in results for run, _ in result.tried}
     planned = total([result.cell for result in results])
@@ -32,7 +35,7 @@ def make_html(spec: Spec, results: Sequence[Result], runs: Path, failures: Seque
         title=spec.title,
         state=f"{len(finished)} of {planned} runs finished, {datetime.now().astimezone():%d %B %Y, %H:%M %Z}",
         failures=failures,
-        tables=make_tables(results),
+        tables=make_tables(results, link),
         any_runs=any(result.runs for result in results),
         settings=_settings(results),
         run_labels=labels,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..._io import write_atomically
 from ...analysis.plots import can_plot
+from ...analysis.timing import Network
 from ..grid import Cell, Summary
 from ..results import gather, results_json, write_parquet
 from ..runner import Failure
@@ -26,6 +27,7 @@ def write_report(
     failures: Sequence[Failure] = (),
     *,
     plots: bool = True,
+    link: Network | None = None,
 ) -> str:
     """Write results.json, results.parquet, table.md, table.tex, report.html and plots/; return the tables as Markdown.
 
@@ -36,17 +38,18 @@ def write_report(
         runs: holds the folders of the runs.
         finished: the summaries of the finished runs, by id.
         failures: the runs that failed in this call.
+        link: a client's connection, for the seconds of a table of one task.
         plots: whether to draw the plots (about a second each); without Matplotlib they are skipped.
     """
     results = gather(spec, cells, finished)
-    tables = make_tables(results)
+    tables = make_tables(results, link)
     text = "\n".join(markdown(table) for table in tables)
     write_atomically(root / "results.json", results_json(spec, results))
     write_parquet(results, root / "results.parquet")
     write_atomically(root / "table.md", f"# {spec.title}\n\n{text}")
     packages = "% needs \\usepackage{booktabs,multirow,xcolor}\n"
     write_atomically(root / "table.tex", packages + "\n".join(latex(table) for table in tables))
-    write_atomically(root / "report.html", make_html(spec, results, runs, failures))
+    write_atomically(root / "report.html", make_html(spec, results, runs, failures, link))
     if plots and can_plot():
         write_plots(results, runs, root / "plots")
     return text

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
+from statistics import mean
 from typing import NamedTuple
 
+from ...analysis.tables import MIB
+from ...analysis.timing import Network
+from ...federation.sampling import num_sampled
 from ...methods import METHODS
+from ..grid import Summary
 from ..results import Result, Score
 
 BEST, SECOND = "best", "second"
@@ -64,6 +69,7 @@ class Table:
     caption: str
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
+    link: Network | None = None  # of its column of seconds, if it has one
 
     def blocks(self) -> list[tuple[str, list[Row]]]:
         """Return the rows of each model."""
@@ -79,10 +85,19 @@ class Table:
             yield "*: not all runs have finished."
         if any(cell.refused for cell in cells):
             yield "--: the method is not applicable to the task."
+        if self.link is not None:
+            yield (
+                f"MiB and transfers of all clients. Seconds: what the transfers of a run take over {self.link}, the "
+                "clients of a round at the same time, without computing."
+            )
 
 
-def make_tables(results: Sequence[Result]) -> list[Table]:
-    """Return a table for each group of models that were trained on the same tasks, splits and cuts."""
+def make_tables(results: Sequence[Result], link: Network | None = None) -> list[Table]:
+    """Return a table for each group of models that were trained on the same tasks, splits and cuts.
+
+    If all models have one task, split and cut, the table also shows what crossed the cut, and how long that takes
+    over `link`.
+    """
     by_model: dict[str, list[Result]] = {}
     for result in results:
         by_model.setdefault(result.cell.spec.model, []).append(result)
@@ -94,7 +109,43 @@ def make_tables(results: Sequence[Result]) -> list[Table]:
             key=lambda column: _order(column, found),
         )
         groups.setdefault(tuple(columns), []).append(model)
-    return [_table(full, models, by_model, swept) for full, models in groups.items()]
+    tables = [_table(full, models, by_model, swept) for full, models in groups.items()]
+    places = {(result.title, result.cell.split.name, result.cell.cut) for result in results}
+    if link is None or len(places) > 1 or len(tables) > 1:
+        return tables
+    return [_with_traffic(table, results, link) for table in tables]
+
+
+def _with_traffic(table: Table, results: Sequence[Result], link: Network) -> Table:
+    """Return the table with columns for MiB, transfers and seconds: means over the seeds."""
+    known = {(r.cell.spec.model, r.cell.variant.name): r for r in results}
+    names = "MiB", "transfers", "seconds"
+    rows = []
+    for row in table.rows:
+        result = known[row.model, row.name]
+        values = [_traffic(summary, link) for _, summary in result.runs]
+        cells = [
+            TableCell(
+                Score(name, (mean(run[i] for run in values),) if values else (), None),
+                complete=result.complete,
+                refused=result.cell.refused,
+                decimals=0 if name == "transfers" else 1,
+            )
+            for i, name in enumerate(names)
+        ]
+        rows.append(replace(row, cells=(*row.cells, *cells)))
+    columns = list(table.columns)
+    if len(columns) == 1:  # beside others it needs its name
+        columns = [Column("", "", "", next(iter(results[0].scores)))]
+    columns += [Column("", "", "", name) for name in names]
+    return replace(table, columns=tuple(columns), rows=tuple(rows), link=link)
+
+
+def _traffic(summary: Summary, link: Network) -> tuple[float, float, float]:
+    """Return the MiB and transfers of a run, and the seconds of the clients that a round samples, side by side."""
+    mib, transfers = float(summary["mib"]), float(summary["transfers"])
+    clients = num_sampled(summary.get("num_clients", 1), summary.get("participation", 1.0))
+    return mib, transfers, link.seconds(mib * MIB / clients, transfers / clients)
 
 
 def _table(
