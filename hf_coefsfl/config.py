@@ -205,6 +205,12 @@ class SplitFedConfig(TrainingArguments):
                 METHODS[WARM_UP_METHOD].title,
                 self.method,
             )
+        if self.partition_column is not None and self.partition == "iid":
+            logger.warning(
+                "partition_column=%r has no effect on partition='iid'. partition='column' makes a client of each value "
+                "of the column, partition='dirichlet' skews its values.",
+                self.partition_column,
+            )
         self.exchange_memory_limit = read_size("exchange_memory_limit", self.exchange_memory_limit)
         self._refuse_unsupported()
         if self.max_steps > 0 and self.max_steps != self.num_rounds:
@@ -244,6 +250,7 @@ class SplitFedConfig(TrainingArguments):
             "auto_find_batch_size": (False, "the batch size is part of the protocol"),
             "fp16": (False, "local optimizers run without loss scaling; use bf16"),
             "deepspeed": (None, "each process holds the whole model and its own clients"),
+            "num_train_epochs": (3.0, "it counts rounds: set num_rounds, and local_epochs for the epochs in a round"),
         }
         for name, (allowed, reason) in reasons.items():
             if getattr(self, name) != allowed:

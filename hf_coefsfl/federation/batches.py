@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from ..config import SplitFedConfig
-from ..protocol.loss import LossSpec
 from ..protocol.seeds import derive_seed, set_cpu_random_state
 from .clients import Federation
+from .data_checks import RowCheck, unreadable_row
 from .sampling import shuffled_batches
 
 logger = logging.getLogger(__name__)
@@ -32,11 +32,11 @@ class ClientData:
         self,
         federation: Federation,
         collate: Callable[[list[Any]], dict[str, Any]],
-        loss_spec: LossSpec,
+        check: RowCheck,
         args: SplitFedConfig,
     ):
-        self.federation, self.loss_spec, self.args = federation, loss_spec, args
-        self._collated = CollatedBatches(federation, collate, args)
+        self.federation, self.loss_spec, self.args = federation, check.loss_spec, args
+        self._collated = CollatedBatches(federation, collate, check, args)
         self._plan = _Plan()
         self._loader: DataLoader[Any] | None = None
 
@@ -71,12 +71,11 @@ class ClientData:
         return self.checked(client, [self._collated[place] for place in places])
 
     def checked(self, client: int, batches: list[Any]) -> Batches:
-        """Return the batches in which a label enters the loss; raise what the data raised or labels that do not fit."""
+        """Return the batches in which a label enters the loss; raise what the data raised or what is wrong with it."""
         name = self.federation.name(client)
         for batch in batches:
             if isinstance(batch, Exception):
                 raise batch
-            self.loss_spec.check_labels(batch, f"client {name}")
         labelled = [batch for batch in batches if self.loss_spec.has_labels(batch)]
         if not labelled:
             raise ValueError(
@@ -110,24 +109,38 @@ class ClientData:
 class CollatedBatches(Dataset[Any]):
     """Mini-batches by (round, client, batch): what is in one depends on nothing else."""
 
-    def __init__(self, federation: Federation, collate: Callable[[list[Any]], dict[str, Any]], args: SplitFedConfig):
-        self.federation, self.collate = federation, collate
+    def __init__(
+        self,
+        federation: Federation,
+        collate: Callable[[list[Any]], dict[str, Any]],
+        check: RowCheck,
+        args: SplitFedConfig,
+    ):
+        self.federation, self.collate, self.check = federation, collate, check
         self.seed, self.data_seed = args.seed, args.seed if args.data_seed is None else args.data_seed
         self.batch_size, self.drop_last = args.per_device_train_batch_size, args.dataloader_drop_last
         self._order: dict[tuple[int, int], list[list[int]]] = {}  # rows of the batches, of the last client asked for
 
     def __getitem__(self, place: Place) -> Any:
-        """Return a collated batch, or the exception that its data raised."""
+        """Return a collated batch, or the exception that its data raised or deserves."""
         round_index, client, batch = place
         if (round_index, client) not in self._order:
             size = self.federation.sizes[client]
             order = shuffled_batches(self.data_seed, round_index, client, size, self.batch_size, self.drop_last)
             self._order = {(round_index, client): order}
         set_cpu_random_state(derive_seed(self.seed, "data", *place))  # for random augmentation
+        places = self._order[round_index, client][batch]
+        rows, owner = self.federation.partition.indices[client][places], f"client {self.federation.name(client)}"
         try:
-            return self.collate(self.federation.rows(client, self._order[round_index, client][batch]))
+            collated = self.collate(self.federation.rows(client, places))
+            fault = self.check.batch(collated)
         except Exception as error:
-            return error if get_worker_info() is None else _portable(error)
+            told = (
+                unreadable_row(rows, lambda row: self.collate([self.federation.dataset(client)[int(row)]]), owner)
+                or error
+            )
+            return told if get_worker_info() is None else _portable(told)
+        return collated if fault is None else fault.error(owner, rows[fault.row])
 
 
 def _own(batch: Any) -> Any:

@@ -95,11 +95,20 @@ class Federation:
 
     def rows(self, client: int, places: Sequence[int]) -> list[Any]:
         """Return the samples at some places of a client's data."""
-        dataset = self._dataset(client if len(self.datasets) > 1 else 0)
+        dataset = self.dataset(client)
         indices = [int(i) for i in self.partition.indices[client][list(places)]]
         if hasattr(dataset, "__getitems__"):
             return list(dataset.__getitems__(indices))
         return [dataset[i] for i in indices]
+
+    def dataset(self, client: int) -> Any:
+        """Return the dataset that a client reads, which it may share with others."""
+        return self._dataset(client if len(self.datasets) > 1 else 0)
+
+    def owner(self, row: int) -> str:
+        """Return the name of the client that has a row of the dataset that all share."""
+        names = zip(self.partition.names, self.partition.indices, strict=True)
+        return next((name for name, rows in names if (rows == row).any()), "")
 
     def _dataset(self, index: int) -> Any:
         if self._change is None:

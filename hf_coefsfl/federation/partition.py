@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
+from .._suggest import did_you_mean
+
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
@@ -198,7 +200,10 @@ def column_values(dataset: Any, column: str | None = None) -> NDArray[Any]:
                 f"holds the labels, one of {present}"
             )
     elif column not in present:
-        raise ValueError(f"the dataset has no column {column!r}; it has {present}: see partition_column")
+        raise ValueError(
+            f"partition_column={column!r}: the dataset has no such column, only {', '.join(present)}."
+            f"{did_you_mean(column, present) or ' Name one of these.'}"
+        )
     if _is_hf_dataset(dataset):
         feature = dataset.features[column]
         if not hasattr(feature, "dtype") or feature.dtype in ("list", "dict") or hasattr(feature, "decode"):

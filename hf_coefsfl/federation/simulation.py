@@ -19,9 +19,11 @@ from ..protocol.loss import LossSpec
 from ..protocol.seeds import preserved_random_state
 from ..protocol.server_side import ServerSide
 from ..split import SplitModel
+from ..split.placeholders import unwrapped
 from .averaging import flatten, unflatten_
 from .batches import Batches, ClientData
 from .clients import Federation
+from .data_checks import RowCheck
 from .ledger import DROPPED, ClientReport, gather_reports
 from .sampling import assign_clients, is_dropped, sample_clients
 from .schedule import set_mode
@@ -57,7 +59,8 @@ class Simulation(ServerRounds):
         super().__init__(split, loss_spec, federation, args, accelerator)
         self.federation = federation
         self.observers = observers
-        self.data = ClientData(federation, collate, loss_spec, args)
+        check = RowCheck.of(unwrapped(split.model), loss_spec)
+        self.data = ClientData(federation, collate, check, args)
 
     def close(self) -> None:
         """End the workers that collate."""
@@ -113,7 +116,7 @@ class Simulation(ServerRounds):
         except Exception as error:
             if self.args.on_client_failure == "raise":
                 raise
-            return ClientReport.of_absent(f"{type(error).__name__}: {error}", size)
+            return ClientReport.of_absent(f"{type(error).__name__}: {error}".rstrip("."), size)
 
     def _examine(
         self, observer: Observer, round_index: int, client: int, learning_rate: float, initial: torch.Tensor

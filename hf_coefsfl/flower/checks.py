@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..federation.data_checks import RowCheck
 from ..protocol.loss import LANGUAGE_MODELS, LossSpec
 from ..protocol.messages import SmashedData
 from ..protocol.packing import Exchange, Mapped
@@ -78,7 +79,9 @@ class UploadCheck:
                 wrong = t[(t != -100) & ((t < 0) | (t >= self.vocab_size))]
                 if len(wrong):
                     raise TransferError(f"{name} has a token {int(wrong[0])}, the vocabulary has {self.vocab_size}")
-        self.loss_spec.check_labels(dict(labels), "the client")
+        fault = RowCheck(self.loss_spec).labels(labels)
+        if fault is not None:
+            raise fault.error("the client")
 
     def _check_context(self, context: Mapping[str, Tensor], shape: torch.Size) -> None:
         shipped = {f"block.{path}" for path in self.cut.shipped}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Mapping
-from contextlib import nullcontext
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from transformers.utils import find_labels
 
 from .. import __version__
-from ..federation.batches import ClientData
+from ..federation.batches import Batches, ClientData
 from ..federation.clients import Federation
+from ..federation.data_checks import DataError, RowCheck
 from ..federation.partition import Partition
 from ..federation.schedule import MethodSchedule, set_mode
 from ..protocol.loss import LossSpec
@@ -26,6 +28,8 @@ from ..split.placeholders import unwrapped
 from .memory import return_freed_memory
 from .options import read_run_config
 from .wire import PROTOCOL
+
+logger = logging.getLogger(__name__)
 
 
 class HalfAlone:
@@ -63,7 +67,17 @@ class ClientNode:
         self.methods = MethodSchedule(self.config)
         alone: Any = HalfAlone(self.half)
         self.methods.method.setup(alone, self.loss_spec, self.config.seed, first_round=self.config.warmup_rounds)
-        self._prepare_data(options, node_config, str(source), model, labels)
+        with self.keeping_rows():
+            self._prepare_data(options, node_config, str(source), model, labels)
+
+    @contextmanager
+    def keeping_rows(self) -> Iterator[None]:
+        """Log an error that quotes a row here: what is raised goes to the server."""
+        try:
+            yield
+        except DataError as error:
+            logger.error("%s", error)
+            raise ValueError(f"Client {self.name} cannot train on its data. Its own log names the row.") from None
 
     def _prepare_data(
         self, options: Any, node_config: Mapping[str, Any], source: str, model: Any, labels: list[str]
@@ -92,7 +106,16 @@ class ClientNode:
         self.num_samples = federation.sizes[self.client]
         if not self.num_samples:
             raise ValueError(f"Client {self.name} has no data.")
-        self.data = ClientData(federation, prepared.data_collator, self.loss_spec, self.config)
+        check = RowCheck.of(model, self.loss_spec)
+        mine = federation.dataset(0).select(federation.partition.indices[self.client])
+        alone = Federation([mine], Partition((np.arange(len(mine)),), (self.name,)))
+        check.clients(alone, prepared.data_collator)
+        self.data = ClientData(federation, prepared.data_collator, check, self.config)
+
+    def batches(self, round_index: int) -> Batches:
+        """Return the mini-batches of a round."""
+        with self.keeping_rows():
+            return self.data.batches(round_index, self.client)
 
     @property
     def autocast(self) -> Any:

@@ -66,7 +66,7 @@ class ClientRound:
             leading=bool(header.get("leading")),
             trailing=bool(header.get("trailing")),
         )
-        batches = node.data.batches(self.round_index, node.client)
+        batches = node.batches(self.round_index)
         self.noise_seed = self._noise_seed()
         context = make_context(node.config, self.round_index, node.client, self.store, node.autocast, self.noise_seed)
         optimizer = local_optimizer(node.config, node.parameters, learning_rate)

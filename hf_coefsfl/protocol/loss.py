@@ -132,18 +132,6 @@ class LossSpec:
                 "another method for this model."
             )
 
-    def check_labels(self, batch: dict[str, Any], owner: str) -> None:
-        """Refuse class labels outside 0..num_labels-1, which an accelerator reports as a crash elsewhere."""
-        target = batch.get("labels")
-        if self.loss_type not in _CLASSES or target is None or target.is_floating_point() or self.num_labels < 2:
-            return
-        wrong = target[(target != _IGNORED) & ((target < 0) | (target >= self.num_labels))]
-        if len(wrong):
-            raise ValueError(
-                f"Label {wrong[0].item()} of {owner} is outside 0..{self.num_labels - 1}: the model has num_labels="
-                f"{self.num_labels}. Load it with the number of classes of the dataset, or map the labels."
-            )
-
     def has_labels(self, batch: dict[str, Any]) -> bool:
         """Tell whether any label of a batch enters the loss; the mean over none would be NaN."""
         if self.loss_type == SPANS or "labels" not in batch or not self.has_known_curvature:

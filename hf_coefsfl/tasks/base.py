@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, set_seed
 
-from .loading import load_splits, pick, shortened, with_column_of
+from .loading import load_splits, pick, shortened, tell_truncated, with_column_of
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ class FineTuningTask:
     metric_scale: ClassVar[float] = 100.0  # tables are in percent
     higher_is_better: ClassVar[bool] = True
     remove_unused_columns: ClassVar[bool] = True
+    truncates: ClassVar[bool] = False  # whether texts are cut off at max_length tokens
 
     def __init__(self, arguments: TaskArguments, keep: str | None = None, model: PreTrainedModel | None = None):
         self.arguments = arguments
@@ -122,7 +123,11 @@ class FineTuningTask:
         processor = self.load_processor()
         evals = {name: rows for name, rows in raw.items() if name != "train"}
         set_seed(seed)
-        return self.build(raw["train"], evals, processor)
+        prepared = self.build(raw["train"], evals, processor)
+        if self.truncates:
+            length = getattr(self.arguments, "max_length", 0)
+            tell_truncated({"train": prepared.train_dataset, **prepared.eval_dataset}, length)
+        return prepared
 
     def build(self, train: Dataset, evals: dict[str, Dataset], processor: Any) -> Prepared:
         """Turn rows with the task's roles as columns into what the trainer takes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, EvalPredi
 from .base import Prepared
 from .classification import TextArguments, TextTask
 
+logger = logging.getLogger(__name__)
 _IGNORED = -100
 
 
@@ -39,6 +41,7 @@ class CausalLM(TextTask):
     reported = {"perplexity": "perplexity"}
     metric_scale = 1.0
     higher_is_better = False
+    truncates = True
     arguments: CompletionArguments
 
     def build(self, train: Dataset, evals: dict[str, Dataset], processor: Any) -> Prepared:
@@ -60,7 +63,11 @@ class CausalLM(TextTask):
             return found
 
         def encoded(rows: Dataset) -> Dataset:
-            return rows.map(encode, batched=True, remove_columns=rows.column_names, desc="Tokenising")
+            found = rows.map(encode, batched=True, remove_columns=rows.column_names, desc="Tokenising")
+            if len(found) < len(rows):
+                lost = len(rows) - len(found)
+                logger.warning("%d of %d samples have no completion within max_length=%d.", lost, len(rows), length)
+            return found
 
         return Prepared(
             model=self.load_model(),

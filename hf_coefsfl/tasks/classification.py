@@ -57,6 +57,7 @@ class TextClassification(TextTask):
     arguments_class = TextArguments
     auto_model = AutoModelForSequenceClassification
     columns = {"text": "text", "label": "label"}
+    truncates = True
 
     def build(self, train: Dataset, evals: dict[str, Dataset], processor: Any) -> Prepared:
         """Tokenise; a batch is padded to its longest sample."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from datasets import (
     ClassLabel,
     Dataset,
@@ -17,6 +19,11 @@ from datasets import (
     load_from_disk,
 )
 
+from .._suggest import did_you_mean
+from ..federation.columns import chunks
+from ..federation.data_checks import DataError
+
+logger = logging.getLogger(__name__)
 _FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 _SUBSET_SEED = 0  # a smaller run is the same smaller run whatever its seed
 
@@ -72,7 +79,7 @@ def pick(rows: Dataset, roles: Mapping[str, str], given: Collection[str], option
         elif role in given or role not in optional:
             raise ValueError(
                 f"The dataset has no column {column!r} for the {role}, only {', '.join(rows.column_names)}. Say which "
-                f"it is with --columns {role}=..."
+                f"it is with --columns {role}=...{did_you_mean(column, rows.column_names)}"
             )
     return rows.select_columns(list(found)).rename_columns({c: role for c, role in found.items() if c != role})
 
@@ -82,6 +89,7 @@ def with_column_of(rows: Dataset, source: Dataset, column: str) -> Dataset:
     if column not in source.column_names:
         raise ValueError(
             f"partition_column={column!r}: the dataset has no such column, only {', '.join(source.column_names)}."
+            f"{did_you_mean(column, source.column_names)}"
         )
     return concatenate_datasets([rows, source.select_columns([column])], axis=1)
 
@@ -91,10 +99,11 @@ def with_class_labels(
 ) -> tuple[Dataset, dict[str, Dataset], list[str]]:
     """Return all sets with the label as a number from 0 on in the column `labels`, and the names of the classes.
 
-    Labels may be a `ClassLabel`, numbers or strings. Rows with the label -1 (not annotated) are left out. `names` are
-    the classes if they are known already: the sets need not hold all of them.
+    Labels may be a `ClassLabel`, numbers, strings or bools. Rows without a label, or with the label -1, are left out.
+    `names` are the classes if they are known already: the sets need not hold all of them.
     """
-    sets = {"": train, **evals}
+    sets = {name: _discrete(rows, name or "the training set") for name, rows in {"": train, **evals}.items()}
+    train, evals = sets[""], {name: sets[name] for name in evals}
     if names is not None:
         sets = {name: _as_known(rows, names) for name, rows in sets.items()}
     elif isinstance(train.features["label"], ClassLabel):
@@ -118,9 +127,38 @@ def with_class_labels(
             keep = [i for i, label in enumerate(labels) if label is not None and label >= 0]
             if not keep and len(labels):
                 raise ValueError(f"No row of {name or 'the training set'} has a label: its labels are hidden.")
+            first = next(i for i, label in enumerate(labels) if label is None or label < 0)
+            logger.warning(
+                "%d of %d rows of %s have no label, the first is row %d. They are left out.",
+                len(labels) - len(keep), len(labels), name or "the training set", first,
+            )  # fmt: skip
             sets[name] = rows.select(keep)
     renamed = {name: rows.rename_column("label", "labels") for name, rows in sets.items()}
     return renamed.pop(""), renamed, names
+
+
+def _discrete(rows: Dataset, where: str) -> Dataset:
+    """Return the rows with labels that are whole numbers or strings; whole floats come from files with empty cells."""
+    feature = rows.features["label"]
+    if getattr(feature, "dtype", "list") in ("list", "dict"):
+        raise DataError(f"The labels of {where} are lists ({feature}), and a sample has one class here.")
+    if feature.dtype == "bool":
+        return rows.cast_column("label", Value("string"))
+    if "float" not in feature.dtype:
+        return rows
+    labels = np.array(rows.with_format(None)["label"][:], dtype=float)
+    odd = np.flatnonzero(~np.isnan(labels) & (labels != np.round(labels)))
+    if len(odd):
+        raise DataError(
+            f"Label {labels[odd[0]]} of {where}, row {odd[0]}, is a fraction, and a class is a whole number or a name. "
+            "Say which column holds the classes with --columns label=..., or group the values into classes."
+        )
+    return rows.map(
+        lambda labels: {"label": [None if label is None or label != label else int(label) for label in labels]},
+        input_columns="label",
+        batched=True,
+        features=Features({**rows.features, "label": Value("int64")}),
+    )
 
 
 def _as_known(rows: Dataset, names: list[str]) -> Dataset:
@@ -133,15 +171,30 @@ def _as_known(rows: Dataset, names: list[str]) -> Dataset:
             batched=True,
             features=Features({**rows.features, "label": Value("string")}),
         )
-    values = _distinct_labels({"": rows}) if len(rows) else []
+    given, values = rows, _distinct_labels({"": rows}) if len(rows) else []
     if all(isinstance(value, int) for value in values):
         unknown = [value for value in values if not 0 <= value < len(names)]
     else:
         unknown = [value for value in values if value not in names]
         rows = _numbered(rows, names)
     if unknown:
-        raise ValueError(f"The label {unknown[0]!r} is none of the model's {len(names)}: {', '.join(names[:5])} ...")
+        row = given.with_format(None)["label"][:].index(unknown[0])
+        raise DataError(
+            f"The label {unknown[0]!r} (row {row}) is none of the model's {len(names)}: {', '.join(names[:5])} ..."
+        )
     return rows
+
+
+def tell_truncated(sets: Mapping[str, Dataset], length: int) -> None:
+    """Log how many texts of each set were cut off at `length` tokens, or end just there."""
+    for name, rows in sets.items():
+        lists = chunks(rows, "input_ids") if len(rows) else ()
+        full = sum(int(np.sum(values.widths >= length)) for _, values in lists if values.widths is not None)
+        if full:
+            logger.warning(
+                "%d of %d texts of %s fill max_length=%d tokens: what is longer is cut off. --max_length keeps more.",
+                full, len(rows), name, length,
+            )  # fmt: skip
 
 
 def _distinct_labels(sets: Mapping[str, Dataset]) -> list[Any]:

@@ -1,14 +1,17 @@
-"""Evaluation by many processes, bit-identical to one process."""
+"""Evaluation by many processes, bit-identical to one process, of data that was looked at before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from accelerate.utils import find_batch_size, recursively_apply
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import Trainer
+
+from ..federation.data_checks import RowCheck, unreadable_row
 
 
 class EvaluatingTrainer(Trainer):
@@ -19,6 +22,41 @@ class EvaluatingTrainer(Trainer):
     divides a loss by the mean number of labels over the processes, not by the number of labels in the batch.
     """
 
+    row_check: RowCheck
+    _evaluated = 0  # batches of this process in this evaluation
+
+    def check_evaluation_data(self) -> None:
+        """Raise a `DataError` for an unfit row of `eval_dataset`, as far as its columns can be read by themselves."""
+        data: Any = self.eval_dataset
+        named = data if isinstance(data, Mapping) else {"": data}
+        for name, dataset in named.items():
+            if not hasattr(dataset, "column_names"):
+                collate = self._get_collator_with_removed_columns(self.data_collator, "evaluation")
+            else:
+                dataset, collate = self._remove_unused_columns(dataset, "evaluation"), self.data_collator
+            owner = f"eval_dataset[{name!r}]" if name else "eval_dataset"
+            self.row_check.dataset(dataset, lambda row: owner, lambda row: collate([dataset[row]]))  # noqa: B023
+
+    def evaluation_loop(self, dataloader: DataLoader[Any], description: str, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; name the row that could not be read, if there is one."""
+        self._evaluated = 0
+        try:
+            return super().evaluation_loop(dataloader, description, *args, **kwargs)
+        except Exception as error:
+            data, size = dataloader.dataset, self.args.eval_batch_size
+            rows = range(self._first_row(), len(data)) if hasattr(data, "__len__") else ()
+            # Accelerate reads a batch ahead, and each worker two.
+            ahead = size * self.accelerator.num_processes * (2 + 2 * self.args.dataloader_num_workers)
+            told = unreadable_row(rows[:ahead], lambda row: self.data_collator([data[row]]), "the evaluation data")
+            if told is None:
+                raise
+            raise told from error
+
+    def _first_row(self) -> int:
+        """Return the number of the first row of this process's next batch."""
+        before = self._evaluated * self.accelerator.num_processes + self.accelerator.process_index
+        return before * self.args.eval_batch_size
+
     def prediction_step(
         self,
         model: nn.Module,
@@ -27,6 +65,10 @@ class EvaluatingTrainer(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
         """Evaluate a batch without its repeated rows."""
+        fault = self.row_check.labels(inputs)
+        if fault is not None:
+            raise fault.error("the evaluation data", self._first_row() + fault.row)
+        self._evaluated += 1
         rows = find_batch_size(inputs)
         own = self._own_rows(rows) if rows is not None else None
         if rows is None or own in (None, 0, rows):  # a batch of repeated rows only is dropped later

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import distributed, nn
 from torch.utils.data import DataLoader, Dataset
@@ -27,6 +27,7 @@ from ..analysis.plots import can_plot, plot_partition
 from ..analysis.staleness import StalenessProbe, check_probe, load_probe, plot_probe, save_probe, summarize_probe
 from ..config import SplitFedConfig
 from ..federation.clients import Federation
+from ..federation.data_checks import DataError, RowCheck
 from ..federation.ledger import SUMMED, Ledger, summarize
 from ..federation.sampling import num_sampled
 from ..federation.server import Clients, ServerRounds
@@ -134,6 +135,7 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         self._halves = nn.ModuleList([self.split.client, self.split.server])
         self.client_parameters, self.server_parameters = trainable_sides(self.split)
         self.loss_spec = LossSpec.of(base, self.label_names)
+        self.row_check = RowCheck.of(base, self.loss_spec)
         self.clients: Clients | None = self.federation
         self.ledger = Ledger()
         self._reports: list[dict[str, float]] = []  # of the rounds since the last log
@@ -141,6 +143,7 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         self.flops = RoundFlops(args.count_flops)
         self._check_sides()
         self.rounds: ServerRounds | None = self._make_rounds()
+        self.check_evaluation_data()
 
     # ---- Set-up ----
 
@@ -148,11 +151,22 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
     def _with_adapter(
         model: PreTrainedModel | PeftModel, args: SplitFedConfig, peft_config: PeftConfig | None
     ) -> PreTrainedModel | PeftModel:
+        layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+        if any(layer.merged for layer in layers):
+            raise ValueError(
+                "model is a PeftModel whose adapter is merged into its weights: the adapter would not be trained. Call "
+                "model.unmerge_adapter() to go on with it, or pass model.merge_and_unload() to train a new one."
+            )
         if isinstance(model, PeftModel):
             if peft_config is not None:
                 raise ValueError("model is a PeftModel already and peft_config is given. Pass the one or the other.")
+            if not layers and isinstance(model.base_model, BaseTuner):
+                raise ValueError(
+                    "model is a PeftModel without adapter layers: merge_and_unload() or unload() has removed them. "
+                    "Pass what that returned, a plain model, and a new adapter is trained."
+                )
             return model
-        if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        if layers:
             raise ValueError(
                 "model holds PEFT layers already, for instance of an earlier trainer: PEFT changes a model in place. "
                 "Load it anew, or give each trainer a copy.deepcopy of it."
@@ -196,6 +210,12 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
             self.federation = self.federation.map_datasets(lambda d: self._remove_unused_columns(d, "training"))
         else:
             collate = self._get_collator_with_removed_columns(self.data_collator, "training")
+        try:
+            self.row_check.clients(self.federation, collate)
+        except DataError as error:
+            if self.args.on_client_failure == "raise":
+                raise
+            logger.warning("%s Clients with such rows will fail.", error)
         # Clients that share a dataset, or its columns, share what is looked at.
         for client in self.federation.examples():
             self._check_sample(collate(self.federation.rows(client, [0])))

@@ -29,7 +29,8 @@ def test_what_a_worker_meets_is_the_clients_failure(tmp_path: Path, odd: bool) -
     run = trainer(tmp_path, data=Noisy(5, odd), dataloader_num_workers=1, on_client_failure="skip", **options)
     run.train()
     assert [e["failure"] for e in run.ledger.entries if "failure" in e] == [
-        "RuntimeError: Lost: this image is gone" if odd else "OSError: this image is gone"
+        f"DataError: Row 5 of client 1 cannot be read ({'Lost' if odd else 'OSError'}: this image is gone). Repair it, "
+        "or leave the row out (dataset.filter)"
     ]
 
 

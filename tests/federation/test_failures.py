@@ -28,7 +28,10 @@ def federation(tmp_path: Path, faults: dict[int, str], **options: Any) -> SplitF
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [("raises", "OSError: the disk of this client is gone"), ("nan", "NaN or infinity on the client side")],
+    [
+        ("raises", "DataError: Row 3 of client c2 cannot be read (OSError: the disk of this client is gone)"),
+        ("nan", "NaN or infinity on the client side"),
+    ],
 )
 def test_a_failing_client_is_as_if_it_were_not_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str, reason: str
@@ -64,11 +67,12 @@ def test_survivors_alone_make_the_average(tmp_path: Path) -> None:
         torch.testing.assert_close(parameter, simulation.client_parameters[name], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("fault", "error"), [("raises", OSError), ("nan", ValueError)])
-def test_by_default_a_failure_is_an_error(tmp_path: Path, fault: str, error: type[Exception]) -> None:
+@pytest.mark.parametrize("fault", ["raises", "nan"])
+def test_by_default_a_failure_is_an_error(tmp_path: Path, fault: str) -> None:
     run = federation(tmp_path, {2: fault})
     before = weights(run)
-    with pytest.raises(error, match="disk of this client" if fault == "raises" else "client c2: NaN or infinity"):
+    message = "Row 3 of client c2 cannot be read .*disk of this" if fault == "raises" else "client c2: NaN or infinity"
+    with pytest.raises(ValueError, match=message):
         run.train()
     assert same(before, weights(run))
 

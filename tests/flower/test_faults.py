@@ -207,7 +207,7 @@ def test_over_sampling_ends_without_the_slowest(tmp_path: Path, caplog: pytest.L
 
 
 def test_who_is_not_taken_on(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    """A second node with the same number, a number beyond the run's, data that is not there, another model's half."""
+    """A second node with the same number, a number beyond the run's, data that is not there or unfit, another half."""
     config = site.run_config(num_rounds=1)
     other = Site(site.folder / "other")
     other.make_half(cut=2)
@@ -215,6 +215,8 @@ def test_who_is_not_taken_on(site: Site, caplog: pytest.LogCaptureFixture) -> No
     nodes = [site.node_config(0), site.node_config(1), site.node_config(1), site.node_config(1) | {"partition-id": 7}]
     nodes += [site.node_config(1) | {"dataset": str(site.folder / "nowhere")}, other.node_config(1)]
     nodes += [site.node_config(1) | {"name": "0"}]
+    site.save([{"text": "the cat", "label": label} for label in ("0", "my secret")], site.folder / "odd/train.parquet")
+    nodes += [site.node_config(1) | {"dataset": str(site.folder / "odd"), "name": "Bern"}]
     grid = LocalGrid(config, nodes)
     trainer = serve(grid, config)
     assert [e["client"] for e in trainer.ledger.entries] == ["0", "1"]
@@ -225,8 +227,10 @@ def test_who_is_not_taken_on(site: Site, caplog: pytest.LogCaptureFixture) -> No
         104: "nowhere",
         105: "its half of the model is not this run's",
         106: "it says it is called '0', which another client is",
+        107: "Client Bern cannot train on its data. Its own log names the row",
     }.items():
         assert any(f"Node {node} is not taken on" in line and reason in line for line in caplog.text.splitlines())
+    assert "my secret" not in caplog.text
 
 
 def test_a_client_that_comes_back_is_known_again(site: Site) -> None:

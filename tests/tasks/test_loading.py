@@ -9,7 +9,7 @@ from PIL import Image as Pictures
 from transformers import BertConfig, BertForQuestionAnswering
 
 from hf_coefsfl.tasks import TASKS
-from hf_coefsfl.tasks.loading import load_splits, pick, with_class_labels
+from hf_coefsfl.tasks.loading import load_splits, pick, tell_truncated, with_class_labels
 from tests.support.real import real
 from tests.support.task_arguments import arguments
 from tests.support.words import words_tokenizer
@@ -89,8 +89,32 @@ def test_labels_of_a_client_with_few_classes(kind: str) -> None:
 
 @pytest.mark.parametrize("label", ["eggs", 3])
 def test_a_label_that_the_model_does_not_know(label: Any) -> None:
-    with pytest.raises(ValueError, match="none of the model's 3: ham, junk, spam"):
-        with_class_labels(Dataset.from_dict({"label": [label]}), {}, ["ham", "junk", "spam"])
+    known = "ham" if isinstance(label, str) else 0
+    with pytest.raises(ValueError, match=r"\(row 1\) is none of the model's 3: ham, junk, spam"):
+        with_class_labels(Dataset.from_dict({"label": [known, label]}), {}, ["ham", "junk", "spam"])
+
+
+def test_labels_that_files_change(caplog: pytest.LogCaptureFixture) -> None:
+    """An empty cell makes floats of whole numbers; JSON has bools; fractions and lists are not classes."""
+    train, evals, names = with_class_labels(
+        Dataset.from_dict({"label": [1.0, None, 0.0, float("nan")]}), {"dev": Dataset.from_dict({"label": [2]})}
+    )
+    assert train["labels"][:] == [1, 0] and evals["dev"]["labels"][:] == [2] and names == ["0", "1", "2"]
+    assert "2 of 4 rows of the training set have no label, the first is row 1. They are left out." in caplog.text
+    train, _, names = with_class_labels(Dataset.from_dict({"label": [True, False]}), {})
+    assert train["labels"][:] == [1, 0] and names == ["false", "true"]
+    with pytest.raises(ValueError, match=r"Label 0.5 of dev, row 1, is a fraction.*--columns label="):
+        with_class_labels(Dataset.from_dict({"label": [1]}), {"dev": Dataset.from_dict({"label": [1.0, 0.5]})})
+    with pytest.raises(ValueError, match=r"labels of the training set are lists .*one class"):
+        with_class_labels(Dataset.from_dict({"label": [[1]]}), {})
+
+
+def test_what_is_cut_off_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    rows = Dataset.from_dict({"input_ids": [[1] * n for n in (3, 8, 2, 8)]})
+    tell_truncated({"train": rows.select([0, 2]), "dev": rows.select([1, 0])}, 8)
+    assert [record.getMessage() for record in caplog.records] == [
+        "1 of 2 texts of dev fill max_length=8 tokens: what is longer is cut off. --max_length keeps more."
+    ]
 
 
 @pytest.mark.parametrize("task", ["squad_v2", "causal_lm"])

@@ -48,6 +48,7 @@ from tests.support.federated import config, images, texts, tiny_bert, tiny_vit, 
         ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0.1 does not work"),
         ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5.0 does not work"),
         ({"auto_find_batch_size": True}, r"auto_find_batch_size=True does not work"),
+        ({"num_train_epochs": 5}, r"num_train_epochs=5 does not work.*it counts rounds: set num_rounds"),
         ({"fp16": True}, r"fp16=True does not work.*use bf16"),
         ({"fsdp": "full_shard"}, r"fsdp='full_shard' does not work"),
         ({"eval_strategy": "epoch"}, r"eval_strategy='epoch': there are no epochs over rounds"),
@@ -157,8 +158,15 @@ def test_client_count_against_the_data(tmp_path: Path) -> None:
 
 
 def test_missing_partition_column(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no column 'site'.*'owner'"):
+    with pytest.raises(ValueError, match=r"partition_column='site': .*only pixel_values, labels, owner. Name one of"):
         trainer(tmp_path, partition="dirichlet", partition_column="site")
+    with pytest.raises(ValueError, match=r"partition_column='owners': .*Did you mean owner\?"):
+        trainer(tmp_path, partition="column", partition_column="owners", num_clients=None)
+
+
+def test_a_partition_column_without_effect_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config(tmp_path, partition_column="owner")
+    assert "partition_column='owner' has no effect on partition='iid'" in caplog.text
 
 
 def test_data_without_length(tmp_path: Path) -> None:
@@ -178,8 +186,8 @@ def test_missing_input_column(tmp_path: Path) -> None:
 
 def test_labels_beyond_the_head(tmp_path: Path) -> None:
     data = images().map(lambda row: {"labels": row["labels"] + 1}).with_format("torch")
-    with pytest.raises(ValueError, match=r"Label 3 of client \d+ is outside 0..2.*num_labels=3"):
-        trainer(tmp_path, data=data).train()
+    with pytest.raises(ValueError, match=r"Label 3 of client \d+, row \d+, is outside 0..2.*num_labels=3"):
+        trainer(tmp_path, data=data)
 
 
 def test_model_without_a_head(tmp_path: Path) -> None:
@@ -210,6 +218,23 @@ def test_a_model_used_twice(tmp_path: Path) -> None:
     trainer(tmp_path, model)
     with pytest.raises(ValueError, match="holds PEFT layers already"):
         trainer(tmp_path, model)
+
+
+def test_a_merged_adapter(tmp_path: Path) -> None:
+    def adapted() -> PeftModel:
+        return get_peft_model(tiny_vit(), LoraConfig(r=2, target_modules=["q_proj"]))
+
+    merged, unloaded = adapted(), adapted()
+    merged.merge_adapter()
+    plain = unloaded.merge_and_unload()
+    for model in (merged, merged.get_base_model()):
+        with pytest.raises(ValueError, match=r"PeftModel whose adapter is merged.*unmerge_adapter\(\)"):
+            trainer(tmp_path, model)
+    with pytest.raises(ValueError, match="PeftModel without adapter layers: merge_and_unload"):
+        trainer(tmp_path, unloaded)
+    assert trainer(tmp_path, plain) is not None
+    merged.unmerge_adapter()
+    assert trainer(tmp_path, merged) is not None
 
 
 def test_nothing_to_train_on_a_side(tmp_path: Path) -> None:
