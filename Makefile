@@ -7,7 +7,7 @@ ARGS ?=
 # `$(IN_VENV) command` runs a command of the environment on this clone.
 IN_VENV = venv=$$($(PYTHON) .ci/venv.py) && PATH="$$venv/bin:$$PATH" PYTHONPATH="$(CURDIR)"
 
-.PHONY: help venv quickstart test test-all lint format dist clean
+.PHONY: help venv quickstart test test-all lint format docs dist clean
 
 help: ## list the targets
 	@awk -F ': ## ' '/^[a-z-]+: ## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -33,10 +33,13 @@ lint: ## check style, formatting, types and the direction of imports
 format: ## sort imports, fix what can be fixed, format
 	@$(IN_VENV) sh -ec 'ruff check --fix .; ruff format .'
 
+docs: ## build the documentation with search and API into site/
+	@$(IN_VENV) NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict --quiet && echo "site/index.html"
+
 dist: ## build the wheel and the source distribution into dist/
 	@rm -rf build dist
 	@$(IN_VENV) python -m build --no-isolation
 
 clean: ## remove caches and build products, not the environment
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,11 +1,14 @@
 """The documentation: its code runs, its links lead somewhere, its lines are short."""
 
 import re
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import hf_coefsfl
 from tests.support.paths import ROOT
 
 PAGES = sorted(
@@ -52,6 +55,21 @@ def test_named_files_exist(name: str) -> None:
     pattern = r"\b(?:hf_coefsfl|tests|recipes|benchmarks|docs)/[\w./-]+\.(?:py|yaml|toml|md)\b"
     named = re.findall(pattern, (ROOT / name).read_text())
     assert not [path for path in named if "your_" not in path and not (ROOT / path).exists()]
+
+
+@pytest.mark.slow
+def test_the_site(tmp_path: Path) -> None:
+    """It builds without a warning (a dead link, a page that the menu lacks), and a reader needs no network."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    pages = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*.html")}
+    loaded = r"<(?:script|img|iframe)[^>]* src=\"?https?:|<link[^>]* rel=\"?(?:stylesheet|preconnect)[^>]*https?:"
+    assert not [name for name, text in pages.items() if re.search(loaded, text)]
+    assert not [name for name in hf_coefsfl.__all__ if f">{name}<" not in pages["api.html"]]
+    assert {"notebook.ipynb.html", "project/recipes/mnli_coefj.py.html", "project/CHANGELOG.html"} <= set(pages)
+    assert '<a href="project/recipes/mnli_coefj.py.html">' in pages["tasks.html"]
+    assert "save_model" in (tmp_path / "search" / "search_index.json").read_text()
 
 
 def test_the_journey_passes_through_code_that_exists() -> None:
