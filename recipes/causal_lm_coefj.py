@@ -8,7 +8,7 @@ the data has no prompt column, every token has a loss:
     accelerate launch recipes/causal_lm_coefj.py --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name my_texts.jsonl \\
         --columns completion=text
 
---help lists all options. A file can hold them too: accelerate launch recipes/causal_lm_coefj.py options.yaml
+--help lists all options. --config options.yaml reads them from a file.
 """
 
 from hf_coefsfl.tasks.run import run

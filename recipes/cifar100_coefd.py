@@ -8,7 +8,7 @@ own images in a folder with one sub-folder per class:
     accelerate launch recipes/cifar100_coefd.py --partition dirichlet --dirichlet_alpha 0.1
     accelerate launch recipes/cifar100_coefd.py --dataset_name my_images/ --augment true
 
---help lists all options. A file can hold them too: accelerate launch recipes/cifar100_coefd.py options.yaml
+--help lists all options. --config options.yaml reads them from a file.
 """
 
 from hf_coefsfl.tasks.run import run

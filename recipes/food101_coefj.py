@@ -6,7 +6,7 @@ ViT-Tiny, cut after 4 of its 12 blocks; 50 clients, 10 % of them per round. With
 
     accelerate launch recipes/food101_coefj.py --model_name_or_path google/vit-base-patch16-224
 
---help lists all options. A file can hold them too: accelerate launch recipes/food101_coefj.py options.yaml
+--help lists all options. --config options.yaml reads them from a file.
 """
 
 from hf_coefsfl.tasks.run import run

@@ -8,7 +8,7 @@ mismatched validation set. Any other corpus of sentence pairs, from the Hub or f
     accelerate launch recipes/mnli_coefj.py --dataset_name stanfordnlp/snli
     accelerate launch recipes/mnli_coefj.py --dataset_name my_pairs/ --columns premise=first hypothesis=second
 
---help lists all options. A file can hold them too: accelerate launch recipes/mnli_coefj.py options.yaml
+--help lists all options. --config options.yaml reads them from a file.
 """
 
 from hf_coefsfl.tasks.run import run

@@ -7,7 +7,7 @@ The paper's non-IID split:
 
     accelerate launch recipes/newsgroups_coefj.py --partition dirichlet --dirichlet_alpha 0.5
 
---help lists all options. A file can hold them too: accelerate launch recipes/newsgroups_coefj.py options.yaml
+--help lists all options. --config options.yaml reads them from a file.
 """
 
 from hf_coefsfl.tasks.run import run

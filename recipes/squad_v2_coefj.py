@@ -7,7 +7,7 @@ One client per article instead of equal shares:
 
     accelerate launch recipes/squad_v2_coefj.py --partition column --partition_column title
 
---help lists all options. A file can hold them too: accelerate launch recipes/squad_v2_coefj.py options.yaml
+--help lists all options. --config options.yaml reads them from a file.
 """
 
 from hf_coefsfl.tasks.run import run

@@ -6,7 +6,7 @@ ViT-Tiny, cut after 4 of its 12 blocks; 50 clients, 10 % of them per round. timm
 
     accelerate launch recipes/tiny_imagenet_coefd.py --model_name_or_path timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k
 
---help lists all options. A file can hold them too: accelerate launch recipes/tiny_imagenet_coefd.py options.yaml
+--help lists all options. --config options.yaml reads them from a file.
 """
 
 from hf_coefsfl.tasks.run import run

@@ -15,7 +15,7 @@ from typing import Any
 from .. import __version__
 from .._parser import OptionParser
 from .._suggest import did_you_mean
-from .known_options import check_options, options_of_command
+from .known_options import check_options, check_task, options_of_command
 
 COMMANDS = {  # and what they do, as the first line of their modules says
     "compare": "train many settings, as a spec lists them, and report them in the paper's tables",
@@ -86,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check_early(name: str, given: Sequence[str]) -> None:
     """Refuse what can be refused before the modules of the command are imported."""
-    if name not in ("train", "split"):
+    if name in ("train", "split"):
+        check_task(name, given)
+    else:
         check_options(given, options_of_command(name))
 
 

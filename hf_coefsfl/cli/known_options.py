@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 from .._suggest import did_you_mean
+from ..tasks import TASKS
 
+# Options that recipes add.
+_RECIPES = {"help", "help_all", "config"}
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -21,6 +25,20 @@ def check_options(argv: Sequence[str], known: Iterable[str]) -> None:
         if word.startswith("--") and name and name not in known and name.removeprefix("no_") not in known:
             near = did_you_mean(word.partition("=")[0], [f"--{option}" for option in known])
             raise ValueError(f"unrecognized arguments: {word}.{near}")
+
+
+def check_task(command: str, given: Sequence[str]) -> None:
+    """Refuse a task that does not exist, and options that it cannot have."""
+    options = options_of_training() | _RECIPES
+    if given and given[0].startswith("--"):
+        check_options(given, options | {f.name for task in TASKS.values() for f in fields(task.arguments)})
+        if given[0] != "--help":
+            raise ValueError(f"the task comes before its options: coefsfl {command} TASK {given[0]} ...")
+    elif given and not given[0].startswith("-"):
+        if given[0] not in TASKS:
+            near = did_you_mean(given[0], TASKS)
+            raise ValueError(f"there is no task {given[0]!r}.{near} Choose from {', '.join(TASKS)}.")
+        check_options(given[1:], options | {f.name for f in fields(TASKS[given[0]].arguments)})
 
 
 def options_of_command(name: str) -> set[str]:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..split.lora import trainable_sides
 from ..tasks import TASKS
-from ..tasks.options import parse_options
-from ..tasks.run import make_trainer
+from .train_command import add_task
 
 EPILOG = """\
 examples:
   coefsfl split mnli --output_dir halves
-  coefsfl split mnli options.yaml --cut 2 --dataset_name pairs/ --model_name_or_path my_model/ --output_dir halves
+  coefsfl split mnli --config options.yaml --cut 2 --dataset_name pairs/ --model_name_or_path mine/ --output_dir halves
 
 Writes <output_dir>/client, to be given to every client: the embeddings, the first blocks and their adapter, and never
 a weight of the server. The options are those of `coefsfl train`, and must be the run's.
@@ -22,17 +20,18 @@ a weight of the server. The options are those of `coefsfl train`, and must be th
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("task", choices=TASKS, help="one of %(choices)s", metavar="task")
-    parser.add_argument(
-        "options", nargs=argparse.REMAINDER, help="options of the task; --help after the task lists them"
-    )
+    add_task(parser)
 
 
 def run(arguments: argparse.Namespace) -> str:
     """Split the model of a task and save the client's half."""
+    from ..split.lora import trainable_sides  # PyTorch, after the names were checked
+    from ..tasks.options import parse_options
+    from ..tasks.run import make_trainer
+
     task = TASKS[arguments.task]
     prog = f"coefsfl split {task.name}"
-    _, options, config = parse_options(task, description=task.__doc__ or "", argv=arguments.options, prog=prog)
+    _, options, config = parse_options(task, description=task.summary, argv=arguments.options, prog=prog)
     trainer, _ = make_trainer(task(options), config, train=False)
     folder = Path(str(config.output_dir)) / "client"
     split = trainer.split

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from ..methods import DEFAULT_METHOD
 from ..tasks import TASKS
-from ..tasks.run import run as run_recipe
 
-EPILOG = f"""\
+EPILOG = """\
 examples:
+  coefsfl train text_classification --dataset_name posts.csv --columns text=body label=group --metrics accuracy f1
+  coefsfl train image_classification --config options.yaml --num_rounds 20
+  coefsfl train cifar100 --partition dirichlet --dirichlet_alpha 0.1
   coefsfl train mnli --help
-  coefsfl train cifar100 --method {DEFAULT_METHOD} --num_rounds 100 --partition dirichlet --dirichlet_alpha 0.1
-  coefsfl train newsgroups options.yaml --dataset_name my_posts --columns text=body label=group
 
 On several devices: accelerate launch -m hf_coefsfl train mnli ...
 """
@@ -21,7 +20,12 @@ TRAINS = True  # so its progress and warnings are shown, and all cores are used
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("task", choices=TASKS, help="one of %(choices)s", metavar="task")
+    add_task(parser)
+
+
+def add_task(parser: argparse.ArgumentParser) -> None:
+    """Add a task and its options, which a parser of their own reads."""
+    parser.add_argument("task", metavar="task", help=f"one of {', '.join(TASKS)}")
     parser.add_argument(
         "options", nargs=argparse.REMAINDER, help="options of the task; --help after the task lists them"
     )
@@ -29,5 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the recipe of a task."""
-    task = arguments.task
-    run_recipe(task, description=TASKS[task].__doc__ or "", argv=arguments.options, prog=f"coefsfl train {task}")
+    from ..tasks.run import run as run_recipe  # PyTorch, after the names were checked
+
+    task = TASKS[arguments.task]
+    run_recipe(task.name, description=task.summary, argv=arguments.options, prog=f"coefsfl train {task.name}")

@@ -153,7 +153,7 @@ def upcoming(cells: Sequence[Cell], finished: Mapping[str, Summary], given_up: C
 
 
 def _refusal(task: TaskSpec, variant: Variant) -> str | None:
-    loss = TASKS[task.task].auto_model.__name__.removeprefix("AutoModel")  # transformers names a loss by its head
+    loss = TASKS[task.task].kind.auto_model.__name__.removeprefix("AutoModel")  # transformers names a loss by its head
     try:
         make_method(variant.method, variant.kwargs).check_loss(LossSpec(loss, 3, ("labels",)))
     except ValueError as error:

@@ -80,8 +80,8 @@ def is_papers_setting(cell: Cell) -> bool:
     defaults = {f.name: f.default for f in dataclasses.fields(SplitFedConfig)} | {"num_clients": 50}
     task = TASKS[cell.spec.task]
     defaults |= {f.name: f.default for f in dataclasses.fields(task.arguments_class)}
-    names = {"model_name_or_path": model["checkpoint"], "dataset_name": task.dataset_name}
-    for name, own in {"model_name_or_path": task.model_name_or_path, "dataset_name": task.dataset_name}.items():
+    names = {"model_name_or_path": model["checkpoint"], "dataset_name": str(task.dataset_name)}
+    for name, own in {"model_name_or_path": task.model_name_or_path, "dataset_name": str(task.dataset_name)}.items():
         # A local copy counts if it has the name of the original.
         if PurePath(options.get(name, own)).name.lower() != PurePath(names[name]).name.lower():
             return False

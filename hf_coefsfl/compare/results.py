@@ -54,7 +54,9 @@ class Result:
     @property
     def title(self) -> str:
         """The label of its column."""
-        return self.cell.spec.title or TASKS[self.cell.spec.task].title
+        spec = self.cell.spec
+        names = (spec.options.get(name) for name in ("dataset_name", "dataset_config_name"))
+        return spec.title or TASKS[spec.task].title_of(*names)
 
     @property
     def learning_rate(self) -> float | None:
@@ -86,7 +88,7 @@ def gather(spec: Spec, cells: Sequence[Cell], finished: Mapping[str, Summary]) -
     results = []
     for cell in cells:
         runs = cell.results(finished)
-        usual = dict.fromkeys(TASKS[cell.spec.task].reported.values())
+        usual = dict.fromkeys(cell.spec.options.get("metrics") or TASKS[cell.spec.task].scores)
         scores = {}
         for name in names.get((cell.spec.task, cell.spec.title), usual):
             values = [summary["scores"].get(name) for _, summary in runs]

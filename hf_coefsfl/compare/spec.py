@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from .._recipes import find_spec
+from .._suggest import did_you_mean
 from ..config import SplitFedConfig
 from ..methods import METHODS, make_method
 from ..tasks import TASKS
@@ -109,7 +110,9 @@ def _task(entry: Any, content: Mapping[str, Any], settings: Mapping[str, Any], w
     entry = dict(_mapping(entry, where))
     name = _text(entry.get("task"), f"{where}.task")
     if name not in TASKS:
-        raise ValueError(f"{where}.task: unknown task {name!r}. Choose one of: {', '.join(TASKS)}.")
+        raise ValueError(
+            f"{where}.task: unknown task {name!r}.{did_you_mean(name, TASKS)} Choose one of: {', '.join(TASKS)}."
+        )
     where = f"{where} ({name})"
     own = {key: entry.pop(key) for key in _TASK_KEYS if key in entry}
     options = {**settings, **_options(entry, where, name, _TASK_KEYS)}
@@ -155,7 +158,9 @@ def _variant(entry: Any, extra: Mapping[str, Mapping[str, Any]], where: str) -> 
     _known(entry, ("method", "name", "method_kwargs"), f"{where}: a method")
     method = _text(entry.get("method"), f"{where}: method")
     if method not in METHODS:
-        raise ValueError(f"{where}: unknown method {method!r}. Choose one of: {', '.join(METHODS)}.")
+        raise ValueError(
+            f"{where}: unknown method {method!r}.{did_you_mean(method, METHODS)} Choose one of: {', '.join(METHODS)}."
+        )
     kwargs = {**extra.get(method, {}), **_mapping(entry.get("method_kwargs") or {}, f"{where}: method_kwargs")}
     try:
         title = make_method(method, kwargs).full_title

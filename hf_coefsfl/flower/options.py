@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from .._suggest import did_you_mean
 from ..config import SplitFedConfig, read_size
 from ..methods.base import at_least
-from ..tasks import TASKS, FineTuningTask, TaskArguments
+from ..tasks import TASKS, Task, TaskArguments
 from ..tasks.options import parse_options
 
 # A restarted server resumes, and a lost client does not end the run.
@@ -49,7 +50,9 @@ class DeploymentOptions:
     def __post_init__(self) -> None:
         """Check the options before anything is built."""
         if self.task not in TASKS:
-            raise ValueError(f"task={self.task!r} is not known. Choose one of: {', '.join(TASKS)}.")
+            raise ValueError(
+                f"task={self.task!r} is not known.{did_you_mean(self.task, TASKS)} Choose one of: {', '.join(TASKS)}."
+            )
         at_least("min_clients", self.min_clients, 1)
         for name in ("round_timeout", "start_timeout"):
             value = getattr(self, name)
@@ -70,7 +73,7 @@ class RunOptions:
     """All options of a deployed run."""
 
     deployment: DeploymentOptions
-    task: type[FineTuningTask]
+    task: Task
     arguments: TaskArguments
     config: SplitFedConfig
     client_half: str | None  # where clients find their half, unless their node config says so
@@ -92,7 +95,7 @@ def read_run_config(given: Mapping[str, Any]) -> RunOptions:
     argv: list[str] = []
     for name, value in options.items():
         if name not in ours:
-            spread = shlex.split(value) if name in ("columns", "eval_split") else [str(value)]
+            spread = shlex.split(value) if name in ("columns", "eval_split", "metrics") else [str(value)]
             argv += [f"--{name}", *spread]
     config: SplitFedConfig
     said = io.StringIO()

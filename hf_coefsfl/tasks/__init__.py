@@ -1,13 +1,20 @@
-"""The tasks: what is fine-tuned on which data, and how it is measured."""
+"""The tasks: what is fine-tuned on which data, and how it is measured. `TASKS` maps a name to its `Task`."""
 
-from .base import FineTuningTask, Prepared, TaskArguments
-from .causal_lm import CausalLM
-from .classification import MNLI, Newsgroups
-from .images import CIFAR100, Food101, TinyImageNet
-from .question_answering import SQuADv2
+from typing import TYPE_CHECKING, Any
 
-TASKS: dict[str, type[FineTuningTask]] = {
-    task.name: task for task in (MNLI, Newsgroups, SQuADv2, CIFAR100, Food101, TinyImageNet, CausalLM)
-}
+from .arguments import TaskArguments
+from .presets import TASKS, Task
 
-__all__ = ["TASKS", "FineTuningTask", "Prepared", "TaskArguments"]
+if TYPE_CHECKING:
+    from .base import FineTuningTask, Prepared
+
+__all__ = ["TASKS", "FineTuningTask", "Prepared", "Task", "TaskArguments"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs PyTorch when it is asked for: the command line only needs the names."""
+    if name in __all__:
+        from . import base
+
+        return getattr(base, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,41 +13,13 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, set_seed
 
+from .._suggest import did_you_mean
+from .arguments import TaskArguments
 from .loading import load_splits, pick, shortened, tell_truncated, with_column_of
+from .metrics import NamedMetrics
+from .presets import Task
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class TaskArguments:
-    """Options of every task."""
-
-    model_name_or_path: str | None = field(default=None, metadata={"help": "Model: a Hub id or a local folder."})
-    model_revision: str | None = field(
-        default=None, metadata={"help": "Branch, tag or commit of the model on the Hub."}
-    )
-    dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Dataset: a Hub id, or a local folder or file (parquet, json, csv, an image folder, or what "
-            "save_to_disk wrote)."
-        },
-    )
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the dataset on the Hub."})
-    columns: list[str] | None = field(default=None, metadata={"help": "Columns of the dataset, as role=column."})
-    train_split: str = field(default="train", metadata={"help": "Split to train on."})
-    eval_split: list[str] | None = field(
-        default=None,
-        metadata={"help": "Splits to evaluate on."},
-    )
-    max_train_samples: int | None = field(
-        default=None, metadata={"help": "Train on so many samples, drawn at random but the same in every run."}
-    )
-    max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Evaluate on so many samples of each split, the same in every run."}
-    )
-    lora_rank: int = field(default=4, metadata={"help": "Rank of the LoRA adapter."})
-    lora_alpha: int = field(default=8, metadata={"help": "Scale of the LoRA adapter."})
 
 
 @dataclass
@@ -60,54 +33,70 @@ class Prepared:
     data_collator: Callable[[list[dict[str, Any]]], dict[str, Any]]
     compute_metrics: Callable[[Any], dict[str, float]]
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None
+    metric_names: tuple[str, ...] = ()  # what compute_metrics returns
 
 
 class FineTuningTask:
-    """Base of the tasks. A task on other data is this task with other arguments, or a subclass with other defaults.
+    """Base of the kinds of tasks. A task on other data is this one with other arguments, or with another preset.
 
     Args:
-        arguments: of the class `arguments_class`; what is None there takes the task's default.
+        task: which data and model, unless the arguments say.
+        arguments: of the task's `arguments_class`; what is None there takes the task's default.
         keep: a further column to keep of the training set, for instance one that names each row's client.
         model: a model to use as it is instead of loading one, such as a client's half; its classes are the task's.
     """
 
-    name: ClassVar[str]
-    title: ClassVar[str]  # as the paper writes it
     pipeline_tag: ClassVar[str]  # as the Hub writes it
-    arguments_class: ClassVar[type[TaskArguments]] = TaskArguments
     auto_model: ClassVar[Any]
-    model_name_or_path: ClassVar[str]
-    dataset_name: ClassVar[str]
-    dataset_config_name: ClassVar[str | None] = None
-    columns: ClassVar[dict[str, str]]  # role: column of the dataset on the Hub
-    optional_roles: ClassVar[tuple[str, ...]] = ()
-    eval_splits: ClassVar[dict[str, str]] = {"validation": "validation"}  # name in the metrics: split
-    score_titles: ClassVar[dict[str, str]] = {}  # evaluation set: title of its score, if a table has several
-    reported: ClassVar[dict[str, str]] = {"accuracy": "accuracy"}  # metric: its title in a table
-    metric_scale: ClassVar[float] = 100.0  # tables are in percent
+    label_role: ClassVar[str] = "label"
+    default_metrics: ClassVar[tuple[str, ...]] = ("accuracy",)
     higher_is_better: ClassVar[bool] = True
     remove_unused_columns: ClassVar[bool] = True
     truncates: ClassVar[bool] = False  # whether texts are cut off at max_length tokens
 
-    def __init__(self, arguments: TaskArguments, keep: str | None = None, model: PreTrainedModel | None = None):
+    def __init__(
+        self, task: Task, arguments: TaskArguments, keep: str | None = None, model: PreTrainedModel | None = None
+    ):
+        self.task, self.name = task, task.name
         self.arguments = arguments
         self.model = model
-        if keep in self.columns and keep != "label":
+        if keep in task.columns and keep != self.label_role:
             raise ValueError(f"partition_column={keep!r} is what the task trains on. Name another column, or copy it.")
-        self.keep = None if keep in ("label", "labels") else keep
-        self.model_id = arguments.model_name_or_path or self.model_name_or_path
-        self.dataset_id = arguments.dataset_name or self.dataset_name
-        own = self.dataset_config_name if self.dataset_id == self.dataset_name else None
+        self.keep = None if keep in (self.label_role, "labels") else keep
+        self.model_id = arguments.model_name_or_path or task.model_name_or_path
+        if not (arguments.dataset_name or task.dataset_name):
+            raise ValueError(
+                f"{task.name} has no dataset of its own. Give --dataset_name: an id on the Hub, or a local folder or "
+                "file."
+            )
+        self.dataset_id: str = arguments.dataset_name or str(task.dataset_name)
+        own = task.dataset_config_name if self.dataset_id == task.dataset_name else None
         self.dataset_config = arguments.dataset_config_name or own
+        self.title = task.title_of(self.dataset_id, self.dataset_config)
         self.roles = self._read_roles(arguments.columns)
+
+    @cached_property
+    def scoring(self) -> NamedMetrics:
+        """The metrics of an evaluation; a ValueError if one of the names is wrong."""
+        return NamedMetrics.of_classes(self.arguments.metrics or self.default_metrics)
+
+    @property
+    def reported(self) -> dict[str, str]:
+        """The metrics that tables show, and their titles there."""
+        return {name: name for name in self.scoring.scales}
+
+    def scale(self, metric: str) -> float:
+        """Return what tables multiply a metric by: they are in percent."""
+        return self.scoring.scales.get(metric, 1.0)
 
     def _read_roles(self, given: list[str] | None) -> dict[str, str]:
         """Return the column of each role: as given, else as on the Hub."""
-        roles = dict(self.columns)
+        roles = dict(self.task.columns)
         for item in given or []:
             role, _, column = item.partition("=")
             if role not in roles or not column:
-                raise ValueError(f"columns={item!r} is not role=column. The roles here are {', '.join(roles)}.")
+                near = did_you_mean(role, roles) if column else ""
+                raise ValueError(f"columns={item!r} is not role=column.{near} The roles here are {', '.join(roles)}.")
             roles[role] = column
         return roles
 
@@ -119,6 +108,7 @@ class FineTuningTask:
             train: whether the dataset has rows to train on; a server has none.
             evaluation: whether it has rows to evaluate on; a client has none.
         """
+        self._check_metrics()
         raw = self._raw_splits(train, evaluation)
         processor = self.load_processor()
         evals = {name: rows for name, rows in raw.items() if name != "train"}
@@ -128,6 +118,10 @@ class FineTuningTask:
             length = getattr(self.arguments, "max_length", 0)
             tell_truncated({"train": prepared.train_dataset, **prepared.eval_dataset}, length)
         return prepared
+
+    def _check_metrics(self) -> None:
+        """Refuse metrics before anything is loaded."""
+        _ = self.scoring
 
     def build(self, train: Dataset, evals: dict[str, Dataset], processor: Any) -> Prepared:
         """Turn rows with the task's roles as columns into what the trainer takes."""
@@ -179,7 +173,7 @@ class FineTuningTask:
         limits = dict.fromkeys(chosen, arguments.max_eval_samples) | {"train": arguments.max_train_samples}
         given = {item.partition("=")[0] for item in arguments.columns or []}
         rows = {name: shortened(splits, split, limits[name], self.dataset_id) for name, split in chosen.items()}
-        picked = {name: pick(part, self.roles, given, self.optional_roles) for name, part in rows.items()}
+        picked = {name: pick(part, self.roles, given, self.task.optional_roles) for name, part in rows.items()}
         for name in () if train and evaluation else ("validation",) if train else ("train",):
             picked[name] = next(iter(picked.values())).select([])
         if self.keep is not None and train:
@@ -190,8 +184,8 @@ class FineTuningTask:
         if self.arguments.eval_split:
             # Rows to train on may be evaluated too, beside the set that is called "train" everywhere.
             return {"seen" if split == "train" else split: split for split in self.arguments.eval_split}
-        if all(split in splits for split in self.eval_splits.values()):
-            return dict(self.eval_splits)
+        if all(split in splits for split in self.task.eval_splits.values()):
+            return dict(self.task.eval_splits)
         other = next((split for split in ("validation", "test", "dev") if split in splits), None)
         if other is None:
             raise ValueError(
@@ -202,13 +196,16 @@ class FineTuningTask:
     def scores(self, metrics: Mapping[str, float], names: list[str]) -> dict[str, float]:
         """Return what a table shows of an evaluation of the sets `names`, in percent if the metric is a share."""
         scores = {}
+        named = self.task.score_titles if self.task.is_own(self.dataset_id, self.dataset_config) else {}
         for name in names:
             prefix = "eval_" if len(names) == 1 else f"eval_{name}_"
             for metric, title in self.reported.items():
-                if len(names) > 1:
-                    title = self.score_titles.get(name, f"{title} ({name})")
+                if len(names) > 1 and name in named:
+                    title = named[name] if len(self.reported) == 1 else f"{named[name]} {title}"
+                elif len(names) > 1:
+                    title = f"{title} ({name})"
                 if prefix + metric in metrics:
-                    scores[title] = metrics[prefix + metric] * self.metric_scale
+                    scores[title] = metrics[prefix + metric] * self.scale(metric)
         return scores
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,37 +11,42 @@ from datasets import Dataset
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, EvalPrediction
 
+from .._suggest import did_you_mean
+from .arguments import CompletionArguments
 from .base import Prepared
-from .classification import TextArguments, TextTask
+from .classification import TextTask
+from .metrics import IGNORED
 
 logger = logging.getLogger(__name__)
-_IGNORED = -100
-
-
-@dataclass
-class CompletionArguments(TextArguments):
-    """Options of language modelling."""
-
-    max_length: int = field(default=512, metadata={"help": "Tokens of prompt and completion; longer ones are cut."})
+_METRICS = ("perplexity", "token_accuracy")  # computed from sums of logits, which no module could keep
 
 
 class CausalLM(TextTask):
     """Completions of prompts. Data without a prompt column has its loss on every token."""
 
-    name = "causal_lm"
-    title = "Causal LM"
     pipeline_tag = "text-generation"
-    arguments_class = CompletionArguments
     auto_model = AutoModelForCausalLM
-    model_name_or_path = "HuggingFaceTB/SmolLM2-135M"
-    dataset_name = "trl-lib/tldr"
-    columns = {"prompt": "prompt", "completion": "completion"}
-    optional_roles = ("prompt",)
-    reported = {"perplexity": "perplexity"}
-    metric_scale = 1.0
+    default_metrics = ("perplexity",)
     higher_is_better = False
     truncates = True
     arguments: CompletionArguments
+
+    def _check_metrics(self) -> None:
+        unknown = [name for name in self.reported if name not in _METRICS]
+        if unknown:
+            raise ValueError(
+                f"The metric {unknown[0]!r} does not score next tokens.{did_you_mean(unknown[0], _METRICS)} "
+                f"Choose from {', '.join(_METRICS)}."
+            )
+
+    @property
+    def reported(self) -> dict[str, str]:
+        """The metrics that tables show, and their titles there."""
+        return {name: name.replace("_", " ") for name in self.arguments.metrics or self.default_metrics}
+
+    def scale(self, metric: str) -> float:
+        """Return what tables multiply a metric by."""
+        return 100.0 if metric == "token_accuracy" else 1.0
 
     def build(self, train: Dataset, evals: dict[str, Dataset], processor: Any) -> Prepared:
         """Tokenise prompt and completion as one sequence that ends with the end-of-text token."""
@@ -54,7 +58,7 @@ class CausalLM(TextTask):
             found: dict[str, list[Any]] = {name: [] for name in ("input_ids", "attention_mask", "labels", *kept)}
             for i, (prompt, completion) in enumerate(zip(prompts, rows["completion"], strict=True)):
                 ids, labels = encode_completion(processor, prompt, completion, length)
-                if any(label != _IGNORED for label in labels[1:]):  # else nothing is left to learn
+                if any(label != IGNORED for label in labels[1:]):  # else nothing is left to learn
                     found["input_ids"].append(ids)
                     found["attention_mask"].append([1] * len(ids))
                     found["labels"].append(labels)
@@ -74,9 +78,10 @@ class CausalLM(TextTask):
             processing_class=processor,
             train_dataset=encoded(train),
             eval_dataset={name: encoded(rows) for name, rows in evals.items()},
-            data_collator=DataCollatorForSeq2Seq(processor, label_pad_token_id=_IGNORED),
+            data_collator=DataCollatorForSeq2Seq(processor, label_pad_token_id=IGNORED),
             compute_metrics=perplexity,
             preprocess_logits_for_metrics=token_sums,
+            metric_names=_METRICS,
         )
 
 
@@ -89,15 +94,15 @@ def encode_completion(tokenizer: Any, prompt: str, completion: str, max_length: 
     head = start + tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else start
     tail = tokenizer(completion, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
     ids = (head + tail)[:max_length]
-    return ids, ([_IGNORED] * len(head) + tail)[:max_length]
+    return ids, ([IGNORED] * len(head) + tail)[:max_length]
 
 
 def token_sums(logits: Any, labels: torch.Tensor) -> torch.Tensor:
     """Return for each sample (sum of the tokens' losses, tokens, tokens predicted right): [b, 3]."""
     logits = logits[0] if isinstance(logits, tuple) else logits
     scores, targets = logits[:, :-1].float(), labels[:, 1:]
-    losses = cross_entropy(scores.transpose(1, 2), targets, ignore_index=_IGNORED, reduction="none")
-    counted = targets != _IGNORED
+    losses = cross_entropy(scores.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
+    counted = targets != IGNORED
     right = (scores.argmax(-1) == targets) & counted
     return torch.stack([losses.sum(1), counted.sum(1).float(), right.sum(1).float()], dim=1)
 

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from datasets import Dataset
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, EvalPrediction
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
-from .base import FineTuningTask, Prepared, TaskArguments, load_from_hub_or_folder
+from .arguments import TextArguments
+from .base import FineTuningTask, Prepared, load_from_hub_or_folder
 from .loading import with_class_labels
-from .metrics import load_metric
-
-
-@dataclass
-class TextArguments(TaskArguments):
-    """Options of the tasks on text."""
-
-    max_length: int = field(default=256, metadata={"help": "Tokens of a sample; longer ones are truncated."})
-
-
-@dataclass
-class PairArguments(TextArguments):
-    """Options of the tasks on pairs of texts."""
-
-    max_length: int = field(default=128, metadata={"help": "Tokens of a pair; longer ones are truncated."})
+from .metrics import class_scores
 
 
 class TextTask(FineTuningTask):
     """What the tasks on text share: the tokenizer."""
 
-    model_name_or_path = "distilbert/distilroberta-base"
     arguments: TextArguments
 
     def load_processor(self) -> Any:
@@ -51,18 +35,16 @@ class TextTask(FineTuningTask):
 
 
 class TextClassification(TextTask):
-    """Classes of single texts."""
+    """Classes of texts, or of pairs of texts."""
 
     pipeline_tag = "text-classification"
-    arguments_class = TextArguments
     auto_model = AutoModelForSequenceClassification
-    columns = {"text": "text", "label": "label"}
     truncates = True
 
     def build(self, train: Dataset, evals: dict[str, Dataset], processor: Any) -> Prepared:
         """Tokenise; a batch is padded to its longest sample."""
         train, evals, names = with_class_labels(train, evals, self.known_classes())
-        texts = [role for role in self.roles if role != "label"]
+        texts = [role for role in self.roles if role != "label" and role in train.column_names]
         length = self.arguments.max_length  # `encode` must not hold the task: its hash names the cached rows
 
         def encode(rows: dict[str, list[Any]]) -> Any:
@@ -81,46 +63,12 @@ class TextClassification(TextTask):
             train_dataset=encoded(train),
             eval_dataset={name: encoded(rows) for name, rows in evals.items()},
             data_collator=DataCollatorWithPadding(processor),
-            compute_metrics=share_correct(),
+            compute_metrics=class_scores(self.scoring),
             preprocess_logits_for_metrics=predicted_class,
+            metric_names=tuple(self.scoring.scales),
         )
-
-
-class Newsgroups(TextClassification):
-    """20 Newsgroups: the topic of a post."""
-
-    name = "newsgroups"
-    title = "20 Newsgroups"
-    dataset_name = "SetFit/20_newsgroups"
-    eval_splits = {"test": "test"}
-
-
-class MNLI(TextClassification):
-    """MNLI: whether the premise entails the hypothesis, contradicts it, or neither."""
-
-    name = "mnli"
-    title = "MNLI"
-    arguments_class = PairArguments
-    dataset_name = "nyu-mll/glue"
-    dataset_config_name = "mnli"
-    columns = {"premise": "premise", "hypothesis": "hypothesis", "label": "label"}
-    eval_splits = {"matched": "validation_matched", "mismatched": "validation_mismatched"}
-    score_titles = {"matched": "MNLI-m", "mismatched": "MNLI-mm"}
 
 
 def predicted_class(logits: Any, labels: Any) -> Any:
     """Return the class with the largest logit: all that evaluation has to keep of a sample."""
     return (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
-
-
-def share_correct() -> Any:
-    """Return the `compute_metrics` of a classification: the accuracy of the predicted classes."""
-    accuracy = load_metric("accuracy")
-
-    def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-        found: dict[str, float] = accuracy.compute(
-            predictions=np.asarray(prediction.predictions), references=np.asarray(prediction.label_ids)
-        )
-        return found
-
-    return compute_metrics

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from datasets import Dataset
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from .base import FineTuningTask, Prepared, TaskArguments, load_from_hub_or_folder
-from .classification import predicted_class, share_correct
+from .arguments import ImageArguments
+from .base import FineTuningTask, Prepared, load_from_hub_or_folder
+from .classification import predicted_class
 from .loading import with_class_labels
+from .metrics import class_scores
 
 _SHIFT = 1 / 8  # of an image's width and height
-
-
-@dataclass
-class ImageArguments(TaskArguments):
-    """Options of the tasks on images."""
-
-    augment: bool = field(
-        default=False, metadata={"help": "Flip and shift training images at random, anew in each round."}
-    )
 
 
 class ImageClassification(FineTuningTask):
     """Classes of images, resized and normalised by the model's own image processor when a batch is made."""
 
     pipeline_tag = "image-classification"
-    arguments_class = ImageArguments
     auto_model = AutoModelForImageClassification
-    model_name_or_path = "WinKawaks/vit-tiny-patch16-224"
-    columns = {"image": "image", "label": "label"}
     remove_unused_columns = False  # the model takes pixel_values, which the collator makes of the image
     arguments: ImageArguments
 
@@ -52,8 +41,9 @@ class ImageClassification(FineTuningTask):
             train_dataset=train.with_transform(augmentation()) if self.arguments.augment else train,
             eval_dataset=evals,
             data_collator=PixelCollator(processor),
-            compute_metrics=share_correct(),
+            compute_metrics=class_scores(self.scoring),
             preprocess_logits_for_metrics=predicted_class,
+            metric_names=tuple(self.scoring.scales),
         )
 
 
@@ -85,30 +75,3 @@ def augmentation() -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
         return rows | {"image": [flip_and_shift(image.convert("RGB")) for image in rows["image"]]}
 
     return transform
-
-
-class CIFAR100(ImageClassification):
-    """CIFAR-100."""
-
-    name = "cifar100"
-    title = "CIFAR-100"
-    dataset_name = "uoft-cs/cifar100"
-    columns = {"image": "img", "label": "fine_label"}
-    eval_splits = {"test": "test"}
-
-
-class Food101(ImageClassification):
-    """Food-101."""
-
-    name = "food101"
-    title = "Food-101"
-    dataset_name = "ethz/food101"
-
-
-class TinyImageNet(ImageClassification):
-    """Tiny-ImageNet."""
-
-    name = "tiny_imagenet"
-    title = "Tiny-ImageNet"
-    dataset_name = "zh-plus/tiny-imagenet"
-    eval_splits = {"valid": "valid"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from functools import cached_property
@@ -20,7 +21,8 @@ from .._parser import OptionParser
 from .._suggest import did_you_mean
 from ..config import SplitFedConfig
 from ..methods import DEFAULT_METHOD, METHODS
-from . import FineTuningTask, TaskArguments
+from . import Task, TaskArguments
+from .metrics import METRICS
 
 # What recipes set otherwise than `SplitFedConfig`.
 _DEFAULTS = {
@@ -56,7 +58,7 @@ class RecipeParser(OptionParser, HfArgumentParser):
         kwargs: of `argparse.ArgumentParser`.
     """
 
-    def __init__(self, task: type[FineTuningTask], *, rare: bool, **kwargs: Any):
+    def __init__(self, task: Task, *, rare: bool, **kwargs: Any):
         self.options: dict[str, argparse.Action] = {}
         self.rare, self.texts = rare, _texts(task)
         federation, trainers = ({f.name for f in dataclasses.fields(c)} for c in (SplitFedConfig, TrainingArguments))
@@ -93,7 +95,7 @@ class RecipeParser(OptionParser, HfArgumentParser):
 
 
 def make_parser(
-    task: type[FineTuningTask],
+    task: Task,
     *,
     method: str = DEFAULT_METHOD,
     description: str = "",
@@ -105,7 +107,7 @@ def make_parser(
         task,
         rare=rare,
         prog=prog,
-        usage="%(prog)s [options_file] [--option value ...]",
+        usage="%(prog)s [--config options.yaml] [--option value ...]",
         description=description,
         formatter_class=_Formatter,
     )
@@ -119,17 +121,25 @@ def make_parser(
         "options_file",
         nargs="?",
         default=argparse.SUPPRESS,
-        help="YAML or JSON file of options; those given here overrule it",
+        help="the same as --config",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="YAML or JSON file of options; those given here overrule it. Its `env` sets environment variables",
     )
     parser.add_argument("--help_all", action="store_true", default=argparse.SUPPRESS, help="show all options and exit")
     return parser
 
 
-def _texts(task: type[FineTuningTask]) -> dict[str, str]:
+def _texts(task: Task) -> dict[str, str]:
     """Return the help of the options whose defaults or choices depend on the task or the recipes."""
     roles = " ".join(f"{role}={column}" for role, column in task.columns.items())
     splits = " ".join(task.eval_splits.values())
+    metrics = ", ".join(METRICS)
     return {
+        "metrics": f"Metrics by name: {metrics}, a metric of the Hub or the folder of one. Default: the task's.",
         "columns": f"Columns of the dataset, as role=column. Default: {roles}.",
         "eval_split": f"Splits to evaluate on. Default: {splits}; else validation or test.",
         "method": f"One of {', '.join(sorted(METHODS))}; `coefsfl methods` tells more.",
@@ -143,7 +153,7 @@ def _texts(task: type[FineTuningTask]) -> dict[str, str]:
 
 
 def parse_options(
-    task: type[FineTuningTask],
+    task: Task,
     *,
     method: str = DEFAULT_METHOD,
     description: str = "",
@@ -160,8 +170,11 @@ def parse_options(
         parser.print_help()
         parser.exit()
     try:
-        file = getattr(parser.parse_args(given), "options_file", None)
-        if file is not None:
+        first = parser.parse_args(given)
+        files = [getattr(first, name) for name in ("config", "options_file") if hasattr(first, name)]
+        if len(files) > 1:
+            raise ValueError(f"{files[1]!r} and --config {files[0]!r} both name a file of options. Give one.")
+        for file in files:
             parser.set_defaults(**_read_file(Path(file), parser))
         found = vars(parser.parse_args(given))
         cut = found.pop("cut", None)
@@ -187,6 +200,11 @@ def _read_file(path: Path, parser: RecipeParser) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold options and their values, got {type(found).__name__}.")
+    variables = found.pop("env", None) or {}
+    if not isinstance(variables, dict):
+        raise ValueError(f"{path}: env must hold environment variables and their values, got {variables!r}.")
+    os.environ.update({str(name): str(value) for name, value in variables.items()})
+    found = {str(name).replace("-", "_"): value for name, value in found.items()}
     for name in found:
         if name not in parser.options:
             raise ValueError(f"{path}: there is no option {name!r}.{did_you_mean(name, parser.options)}")

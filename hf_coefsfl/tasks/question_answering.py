@@ -1,48 +1,49 @@
-"""Extractive question answering with questions that have no answer."""
+"""Extractive question answering; questions may have no answer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from datasets import Dataset
 from transformers import AutoModelForQuestionAnswering, DataCollatorWithPadding, EvalPrediction
 
+from .arguments import QuestionArguments
 from .base import Prepared
-from .classification import TextArguments, TextTask
-from .metrics import load_metric
+from .classification import TextTask
+from .metrics import NamedMetrics
 from .spans import answers_from_logits, encode_questions
 
-_ANSWER = ("prediction_text", "no_answer_probability")
 _FOR_ANSWERS = ["example_id", "offset_mapping", "cls_index"]  # of a window; the model does not take them
 
 
-@dataclass
-class QuestionArguments(TextArguments):
-    """Options of question answering."""
-
-    max_length: int = field(default=384, metadata={"help": "Tokens of a window over question and context."})
-    stride: int = field(default=128, metadata={"help": "Tokens that neighbouring windows of a context share."})
-    n_best: int = field(default=20, metadata={"help": "Spans to keep for each question."})
-    max_answer_length: int = field(default=30, metadata={"help": "Tokens of the longest answer."})
-    null_score_diff_threshold: float = field(
-        default=0.0, metadata={"help": "By how much 'no answer' must beat the best answer to be given."}
-    )
+# What is scored to see whether a metric takes answers: a question that has one and a question that has none.
+_SAMPLE = [{"id": str(i), "prediction_text": text, "no_answer_probability": 0.0} for i, text in enumerate(("a", ""))]
+_ANSWERS: tuple[dict[str, list[Any]], ...] = ({"text": ["a"], "answer_start": [0]}, {"text": [], "answer_start": []})
 
 
-class SQuADv2(TextTask):
-    """SQuAD v2.0: the span of the context that answers a question, or none."""
+class QuestionAnswering(TextTask):
+    """The span of the context that answers a question, or none."""
 
-    name = "squad_v2"
-    title = "SQuAD v2.0"
     pipeline_tag = "question-answering"
-    arguments_class = QuestionArguments
     auto_model = AutoModelForQuestionAnswering
-    dataset_name = "rajpurkar/squad_v2"
-    columns = {"id": "id", "question": "question", "context": "context", "answers": "answers"}
-    reported = {"exact": "EM", "f1": "F1"}
-    metric_scale = 1.0  # the metric itself is in percent
+    default_metrics = ("squad_v2",)
     arguments: QuestionArguments
+
+    @cached_property
+    def scoring(self) -> NamedMetrics:
+        """The metrics of answers."""
+        references = [{"id": str(i), "answers": answers} for i, answers in enumerate(_ANSWERS)]
+        return NamedMetrics(self.arguments.metrics or self.default_metrics, _SAMPLE, references, "answers to questions")
+
+    @property
+    def reported(self) -> dict[str, str]:
+        """The metrics that tables show, and their titles there."""
+        return super().reported if self.arguments.metrics else {"exact": "EM", "f1": "F1"}
+
+    def scale(self, metric: str) -> float:
+        """Return 1: metrics of answers are in percent themselves."""
+        return 1.0
 
     def build(self, train: Dataset, evals: dict[str, Dataset], processor: Any) -> Prepared:
         """Cut contexts into overlapping windows."""
@@ -76,7 +77,7 @@ class SQuADv2(TextTask):
         if len(set(questions["id"])) < len(questions):
             raise ValueError(f"Several questions of {name!r} have the same id: answers could not be told apart.")
         features = windows(questions)
-        metric = load_metric("squad_v2")
+        metrics = self.scoring
 
         def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
             logits: Any = prediction.predictions
@@ -89,11 +90,10 @@ class SQuADv2(TextTask):
                 max_answer_length=arguments.max_answer_length,
                 null_score_diff_threshold=arguments.null_score_diff_threshold,
             )
-            found: dict[str, float] = metric.compute(
-                predictions=[{"id": str(a["id"])} | {key: a[key] for key in _ANSWER} for a in answers],
-                references=[{"id": str(row["id"]), "answers": row["answers"]} for row in questions],
+            return metrics.score(
+                [a | {"id": str(a["id"])} for a in answers],
+                [{"id": str(row["id"]), "answers": row["answers"]} for row in questions],
             )
-            return found
 
         return Prepared(
             model=self.load_model(),
@@ -102,4 +102,5 @@ class SQuADv2(TextTask):
             eval_dataset={name: for_the_model(features)},
             data_collator=DataCollatorWithPadding(processor),
             compute_metrics=compute_metrics,
+            metric_names=tuple(metrics.scales),
         )

@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from .. import __version__
 from .._io import to_json, write_atomically
+from .._suggest import did_you_mean
 from ..analysis.plots import accuracy_curve
 from ..config import SplitFedConfig
 from ..methods import DEFAULT_METHOD
@@ -22,7 +23,7 @@ from ..trainer.checkpoints import fault, last_complete
 from ..trainer.hub import UploadError
 from ..trainer.model_card import CardArguments, evaluated_rounds, evaluations, final_results, public_name
 from ..trainer.trainer import SplitFedTrainer
-from . import TASKS, FineTuningTask
+from . import TASKS, FineTuningTask, Prepared
 from .options import parse_options
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ def make_trainer(
             alpha=job.arguments.lora_alpha,
         )
     evals = prepared.eval_dataset
+    _check_best(config, prepared)
     trainer = kind(
         model=prepared.model,
         args=config,
@@ -124,6 +126,22 @@ def make_trainer(
         peft_config=lora,
     )
     return trainer, list(evals)
+
+
+def _check_best(config: SplitFedConfig, prepared: Prepared) -> None:
+    """Refuse a metric to choose the best round by that no evaluation has: training would end at the first one."""
+    if config.metric_for_best_model is None or not prepared.metric_names:
+        return
+    sets = [""] if len(prepared.eval_dataset) == 1 else [f"{name}_" for name in prepared.eval_dataset]
+    known = [f"{part}{metric}" for part in sets for metric in (*prepared.metric_names, "loss")]
+    wanted = config.metric_for_best_model.removeprefix("eval_")
+    if wanted not in known:
+        raise ValueError(
+            f"metric_for_best_model={wanted!r} is not measured.{did_you_mean(wanted, known)} Choose from "
+            f"{', '.join(known)}, or add it with --metrics."
+        )
+    if wanted.endswith("perplexity"):
+        config.greater_is_better = False  # which Trainer only knows of losses
 
 
 def paper_share(num_blocks: int) -> int:

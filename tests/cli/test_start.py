@@ -37,6 +37,17 @@ def start(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
         (["trian", "mnli"], 2, "there is no command 'trian'. Did you mean train? Choose from compare, cost"),
         (["--verison"], 2, "unrecognized arguments: --verison. Did you mean --version?"),
         (["cost", "--modle", "vit-tiny"], 2, "unrecognized arguments: --modle. Did you mean --model?"),
+        (["train"], 2, "required: task"),
+        (["train", "--help"], 0, "one of text_classification, token_classification"),
+        (["train", "mnil"], 2, "there is no task 'mnil'. Did you mean mnli? Choose from text_classification"),
+        (
+            ["train", "mnli", "--lerning-rate", "1"],
+            2,
+            "unrecognized arguments: --lerning-rate. Did you mean --learning_",
+        ),
+        (["train", "--lerning_rate", "1"], 2, "unrecognized arguments: --lerning_rate. Did you mean --learning_rate?"),
+        (["train", "--seed", "1"], 2, "the task comes before its options: coefsfl train TASK --seed"),
+        (["split", "squad_v2", "--strid", "3"], 2, "unrecognized arguments: --strid. Did you mean --stride?"),
         (["compare", "x.yaml", "--dry-rn"], 2, "unrecognized arguments: --dry-rn. Did you mean --dry_run?"),
     ],
 )
@@ -79,7 +90,7 @@ def test_hyphens_reach_the_command(tmp_path: Path, capsys: pytest.CaptureFixture
     for option in ("--output-dir", "--output_dir"):
         with pytest.raises(SystemExit) as left:
             main(["compare", str(tmp_path / "no.yaml"), option, str(tmp_path), "--dry-run"])
-        assert left.value.code == 2 and "no.yaml cannot be read" in capsys.readouterr().err
+        assert left.value.code == 2 and "no.yaml' cannot be read" in capsys.readouterr().err
 
 
 def test_methods_fit_100_columns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ def test_columns_are_mapped() -> None:
     assert picked.column_names == ["text", "label"] and picked[0] == {"text": "a", "label": 0}
     with pytest.raises(ValueError, match=r"no column 'body' for the text, only first, text, label.*--columns text="):
         pick(rows, {"text": "body", "label": "label"}, {"text"}, ())
-    with pytest.raises(ValueError, match=r"columns='txt=a' is not role=column. The roles here are text, label"):
+    with pytest.raises(ValueError, match=r"columns='txt=a' is not role=column. Did you mean text\? The roles"):
         TASKS["newsgroups"](arguments("newsgroups", columns=["txt=a"]))
 
 

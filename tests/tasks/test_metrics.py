@@ -9,8 +9,9 @@ import pyarrow.parquet as parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import EvalPrediction
 
-from hf_coefsfl.tasks.metrics import METRICS, load_metric
+from hf_coefsfl.tasks.metrics import METRICS, classification_metrics, load_metric
 from hf_coefsfl.tasks.metrics.squad_v2.squad_v2 import best_threshold, exact_match, normalize_answer, token_f1
 from tests.support.paths import ROOT
 from tests.support.real import real
@@ -31,7 +32,7 @@ def load_all(barrier):
     barrier.wait(30)
     names = [load_metric(name).name for name in METRICS]
     accuracy = load_metric("accuracy").compute(predictions=[0, 1], references=[0, 0])
-    sys.exit(asked != [] or names != ["accuracy", "squad_v2"] or accuracy != {"accuracy": 0.5})
+    sys.exit(asked != [] or len(names) < 6 or names != list(METRICS) or accuracy != {"accuracy": 0.5})
 
 fork = multiprocessing.get_context("fork")
 barrier = fork.Barrier(3)
@@ -68,11 +69,18 @@ def test_metrics_load_at_once_and_without_network(tmp_path):
     assert list(tmp_path.rglob("squad_v2.py"))  # the cache was this one, and it was empty
 
 
-def test_unknown_metric_names_the_known():
-    with pytest.raises(ValueError, match=r"no metric 'bleu' here\. Use one of accuracy, squad_v2\."):
-        load_metric("bleu")
-    with pytest.raises(ValueError, match="no metric"):
-        load_metric("../metrics/accuracy")
+def test_unknown_metric_names_the_known(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match=r"no metric 'acuracy' here, .*Did you mean accuracy\? Use one of accuracy"):
+        load_metric("acuracy")
+
+
+def test_a_folder_is_a_metric(tmp_path):
+    script = (ROOT / "hf_coefsfl/tasks/metrics/accuracy/accuracy.py").read_text()
+    (tmp_path / "hits").mkdir()
+    (tmp_path / "hits" / "hits.py").write_text(script.replace('"accuracy"', '"hits"'))
+    metric = classification_metrics(["accuracy", str(tmp_path / "hits")])
+    assert metric(EvalPrediction(np.array([1, 0]), np.array([1, 1]))) == {"accuracy": 0.5, "hits": 0.5}
 
 
 def test_accuracy():
@@ -247,5 +255,5 @@ def test_real_questions():
 
 
 def test_every_metric_has_the_name_of_its_folder():
-    assert METRICS == ("accuracy", "squad_v2")
+    assert METRICS == ("accuracy", "f1", "matthews_correlation", "precision", "recall", "squad_v2")
     assert [load_metric(name).name for name in METRICS] == list(METRICS)

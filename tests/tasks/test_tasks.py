@@ -19,7 +19,7 @@ from tests.support.words import WORDS, words_tokenizer
 
 
 def test_hub_ids_and_columns() -> None:
-    found = {name: (task.dataset_name, task.dataset_config_name) for name, task in TASKS.items()}
+    found = {name: (task.dataset_name, task.dataset_config_name) for name, task in TASKS.items() if task.dataset_name}
     assert found == {
         "mnli": ("nyu-mll/glue", "mnli"),
         "newsgroups": ("SetFit/20_newsgroups", None),
@@ -59,7 +59,9 @@ def test_nli_on_real_rows() -> None:
     names = list(prepared.eval_dataset)
     assert names == ["validation"] and task.scores({"eval_accuracy": 0.5}, names) == {"accuracy": 50.0}
     both = {"eval_matched_accuracy": 0.25, "eval_mismatched_accuracy": 0.75}
-    assert task.scores(both, ["matched", "mismatched"]) == {"MNLI-m": 25.0, "MNLI-mm": 75.0}
+    assert task.scores(both, ["matched", "mismatched"]) == {"accuracy (matched)": 25.0, "accuracy (mismatched)": 75.0}
+    own = TASKS["mnli"](arguments("mnli"))
+    assert own.scores(both, ["matched", "mismatched"]) == {"MNLI-m": 25.0, "MNLI-mm": 75.0}
 
 
 @pytest.mark.slow
