@@ -93,7 +93,7 @@ class Budget:
     def _model(self, cell: Cell, options: Mapping[str, Any], data: Data) -> tuple[tuple[Any, ...], CostModel]:
         name = cell.spec.model.lower()
         name = name if name in backbones.BACKBONES else str(options.get("model_name_or_path") or cell.spec.model)
-        auto = TASKS[cell.spec.task].auto_model
+        auto = TASKS[cell.spec.task].kind.auto_model
         task = next(name for name, known in backbones.TASKS.items() if known is auto)
         length = options.get("max_length")
         key = name, task, data.num_labels, length, options["exchange_dtype"]
@@ -134,7 +134,7 @@ def _num_evaluations(options: Mapping[str, Any]) -> int:
 
 def _data(cell: Cell, options: Mapping[str, Any]) -> Data:
     task = TASKS[cell.spec.task]
-    name = options.get("dataset_name") or task.dataset_name
+    name = str(options.get("dataset_name") or task.dataset_name)
     evals: Sequence[str] = options.get("eval_split") or list(task.eval_splits.values())
     data = _HUB.get(name) or _local(
         name, options.get("train_split") or "train", tuple(evals), task.columns.get("label")
