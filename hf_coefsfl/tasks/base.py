@@ -14,6 +14,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, set_seed
 
 from .._suggest import did_you_mean
+from . import digits
 from .arguments import TaskArguments
 from .loading import load_splits, pick, shortened, tell_truncated, with_column_of
 from .metrics import NamedMetrics
@@ -211,6 +212,8 @@ class FineTuningTask:
 
 def load_from_hub_or_folder(auto: Any, name: str, what: str, **kwargs: Any) -> Any:
     """Return `auto.from_pretrained(name)`; a failure is one clear error."""
+    if name == digits.MODEL and not Path(name).exists():
+        name = digits.digits_model()
     try:
         return auto.from_pretrained(name, **kwargs)
     except Exception as error:  # the Hub, the network, the cache and the files each have their own

@@ -22,6 +22,7 @@ from datasets import (
 from .._suggest import did_you_mean
 from ..federation.columns import chunks
 from ..federation.data_checks import DataError
+from . import digits
 
 logger = logging.getLogger(__name__)
 _FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
@@ -29,8 +30,10 @@ _SUBSET_SEED = 0  # a smaller run is the same smaller run whatever its seed
 
 
 def load_splits(name: str, config: str | None = None) -> Mapping[str, Dataset]:
-    """Return the splits of a dataset: a Hub id, a folder of files or images, one file, or what `save_to_disk` wrote."""
+    """Return the splits of a dataset: a Hub id, `digits`, a folder of files or images, one file, or a saved one."""
     path = Path(name)
+    if name == digits.DATASET and not path.exists():
+        return digits.load_digits()
     try:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             loaded: Any = load_from_disk(name)
