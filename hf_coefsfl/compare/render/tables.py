@@ -134,11 +134,12 @@ def _with_traffic(table: Table, results: Sequence[Result], link: Network) -> Tab
             for i, name in enumerate(names)
         ]
         rows.append(replace(row, cells=(*row.cells, *cells)))
-    columns = list(table.columns)
-    if len(columns) == 1:  # beside others it needs its name
+    columns, caption = list(table.columns), table.caption
+    if len(columns) == 1:  # beside others it needs its name, and the caption names the task
+        caption = ", ".join(filter(None, (columns[0].title, caption)))
         columns = [Column("", "", "", next(iter(results[0].scores)))]
     columns += [Column("", "", "", name) for name in names]
-    return replace(table, columns=tuple(columns), rows=tuple(rows), link=link)
+    return Table(caption, tuple(columns), tuple(rows), link)
 
 
 def _traffic(summary: Summary, link: Network) -> tuple[float, float, float]:
