@@ -74,7 +74,7 @@ def _pretrain(folder: Path) -> None:
     labels = torch.tensor(public["label"])
     config = ViTConfig(
         hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, image_size=8, patch_size=2,
-        num_labels=5,
+        id2label={digit: str(digit) for digit in range(5)},
     )  # fmt: skip
     with preserved_random_state():
         torch.manual_seed(0)

@@ -129,7 +129,7 @@ def test_a_table_of_one_task_tells_what_crossed_and_how_long_that_takes() -> Non
         gather(parse_spec(content(), "t"), cells, {cells[0].first()[0].id: measured}), Network(8e6, 0.5)
     )
     lines = markdown(table).splitlines()
-    assert lines[0] == "**CIFAR-100, ViT cut after block 2, iid**"
+    assert lines[0] == "**CIFAR-100, ViT cut after block 2, IID**"
     assert lines[2] == "| Model | Method | accuracy | MiB | transfers | seconds |"
     seconds = 10 * 2**20 / 2 / 1e6 + 8 / 2 * 0.5  # two clients of a round send at the same time
     assert lines[4] == f"| ViT | Gradient reuse (w/o comp.) | 80.0 | 10.0 | 8 | {seconds:.1f} |"
