@@ -12,7 +12,7 @@ from tqdm import tqdm
 from .._recipes import specs
 from ..analysis.tables import format_table
 from ..analysis.timing import Network
-from ..compare import Cell, Runner, expand, load_finished, load_spec, total, write_report
+from ..compare import Cell, Runner, check_files, expand, load_finished, load_spec, total, write_report
 from ..compare.budget import Budget
 from ..compare.grid import Summary
 from .units import parse_bandwidth, parse_latency, parse_speed
@@ -59,6 +59,8 @@ def run(arguments: argparse.Namespace) -> str:
         return _listing(cells, runs, arguments.device_speed)
     if arguments.device_speed is not None:
         raise ValueError("--device_speed needs --dry_run: it estimates the runs and starts none.")
+    if not arguments.report_only:
+        check_files(cells)
     root.mkdir(parents=True, exist_ok=True)
     if arguments.report_only:
         return _answer(write_report(spec, cells, root, runs, load_finished(cells, runs), link=link), root)

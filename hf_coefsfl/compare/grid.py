@@ -9,6 +9,7 @@ import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from ..analysis.staleness import check_probe
@@ -122,6 +123,23 @@ def expand(spec: Spec) -> list[Cell]:
         seen[key] = cell
     _check_options(cells)
     return cells
+
+
+def check_files(cells: Sequence[Cell]) -> None:
+    """Refuse settings whose data or model is a path that does not exist, before the first run."""
+    missing = {}
+    for cell in wanted(cells):
+        for name in ("dataset_name", "model_name_or_path"):
+            value = str(cell.spec.options.get(name) or "")
+            # An id of the Hub has at most one slash and does not begin with a dot.
+            local = value.startswith((".", "/", "~")) or value.count("/") > 1
+            if local and not Path(value).exists():
+                missing[value] = f"{value} ({name} of {cell.spec.title or cell.spec.task})"
+    if missing:
+        raise ValueError(
+            f"The spec needs files that are not here: {', '.join(missing.values())}. Put them there, or name others. "
+            "`coefsfl compare digits` needs none."
+        )
 
 
 def total(cells: Sequence[Cell]) -> int:

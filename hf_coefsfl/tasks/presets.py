@@ -184,4 +184,13 @@ PRESETS = (
         eval_splits={"valid": "valid"},
     ),
 )
-TASKS: dict[str, Task] = GENERIC | {task.name: task for task in PRESETS}
+DIGITS = replace(
+    IMAGES,
+    name="digits",
+    title="Digits",
+    summary="Digits: images of 8 x 8 pixels that come with scikit-learn, and a small model. Needs no network.",
+    dataset_name="digits",
+    model_name_or_path="digits-vit",
+    eval_splits={"test": "test"},
+)
+TASKS: dict[str, Task] = GENERIC | {task.name: task for task in (*PRESETS, DIGITS)}
