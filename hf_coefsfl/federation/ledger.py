@@ -140,6 +140,10 @@ class Ledger:
         total = self.total
         return (sum(total.up.values()) + sum(total.down.values())) / 2**20
 
+    def until(self, last_round: int) -> Ledger:
+        """Return the entries of the rounds up to this one, which is counted from 1."""
+        return Ledger([entry for entry in self.entries if entry["round"] <= last_round])
+
     def save(self, path: Path) -> None:
         """Write the ledger as JSON."""
         content = {"unit": "bytes", "total": asdict(self.total), "entries": self.entries}

@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import CONFIG_NAME
 
 from . import Half, SplitModel, find_blocks
+from .placeholders import unwrapped
 from .sources import side_folder
 
 _LINEAR = (nn.Linear, Conv1D)
@@ -120,13 +122,16 @@ def _save_adapter(model: PeftModel, tensors: dict[str, Tensor], folder: Path) ->
     config.inference_mode = True
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
+    # The names of the classes. Not beside the whole adapter: transformers would take that for a whole model.
+    unwrapped(model).config.save_pretrained(str(folder))
     save_file({name: t.detach().contiguous().cpu() for name, t in tensors.items()}, folder / _WEIGHTS, {"format": "pt"})
 
 
 def load_adapter(half: Half, source: str | Path, revision: str | None = None, token: str | None = None) -> None:
     """Load a half's own part of an adapter that a `SplitFedTrainer` saved or pushed.
 
-    A half of a base model gets the adapter; a half that has one already gets its weights.
+    A half of a base model gets the adapter; a half that has one already gets its weights. Both get the names of the
+    classes.
 
     Args:
         half: a client or server half; its side decides between `client/` and `server/`.
@@ -144,3 +149,8 @@ def load_adapter(half: Half, source: str | Path, revision: str | None = None, to
         training = half.training
         half.model = PeftModel.from_pretrained(half.model, str(folder))
         half.train(training)
+    config: Any = unwrapped(half.model).config
+    if (folder / CONFIG_NAME).is_file():
+        saved = type(config).from_pretrained(folder)
+        if saved.num_labels == config.num_labels:
+            config.id2label, config.label2id = saved.id2label, saved.label2id

@@ -21,8 +21,10 @@ from ..split.blocks import find_blocks, members
 from ..split.lora import default_lora
 from ..trainer.checkpoints import fault, last_complete
 from ..trainer.hub import UploadError
-from ..trainer.model_card import CardArguments, evaluated_rounds, evaluations, final_results, public_name
+from ..trainer.model_card import CardArguments, public_name
+from ..trainer.results import evaluated_rounds, evaluations, final_results
 from ..trainer.trainer import SplitFedTrainer
+from ..trainer.weights import Weights
 from . import TASKS, FineTuningTask, Prepared
 from .options import parse_options
 
@@ -165,6 +167,7 @@ def summarize(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str
     args, history = trainer.args, trainer.state.log_history
     metrics = final_results(trainer)
     assert trainer.clients is not None
+    weights = Weights.of(trainer)
     return {
         "task": job.name,
         "title": job.title,
@@ -189,6 +192,9 @@ def summarize(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str
         "higher_is_better": job.higher_is_better,
         "metrics": metrics,
         "curve": _curve(trainer, job, evaluated),
+        "weights": {"round": weights.round, "best": weights.best, "mib": weights.mib},
+        "base": {"name_or_path": weights.base, "dtype": weights.dtype},
+        "id2label": weights.classes,
         "mib": trainer.ledger.mib,
         "transfers": trainer.ledger.total.transfers,
         # Of both sides in all rounds, also those before an interruption.
@@ -218,10 +224,18 @@ def _versions() -> dict[str, str]:
     return {"hf_coefsfl": __version__, **versions, "python": sys.version.split()[0]}
 
 
+def _which(summary: dict[str, Any]) -> str:
+    """Return which weights the scores are of."""
+    weights, rounds = summary["weights"], summary["num_rounds"]
+    if weights["best"]:
+        return f"best, round {weights['round']} of {rounds} ({weights['mib']:.1f} MiB until then)"
+    return f"{rounds} rounds" if weights["round"] == rounds else f"round {weights['round']} of {rounds}"
+
+
 def _conclusion(summary: dict[str, Any], folder: str) -> str:
     scores = ", ".join(f"{title} {value:.1f}" for title, value in summary["scores"].items())
     return (
-        f"{summary['title']}, {summary['method']}, {summary['num_rounds']} rounds: {scores}. {summary['mib']:.1f} MiB "
+        f"{summary['title']}, {summary['method']}, {_which(summary)}: {scores}. {summary['mib']:.1f} MiB "
         f"in {summary['transfers']} transfers crossed the cut at block {summary['cut']} of {summary['num_blocks']}.\n"
         f"Adapter, halves, card and {SUMMARY_NAME}: {folder}"
     )

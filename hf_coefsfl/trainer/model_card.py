@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path, PureWindowsPath
@@ -16,24 +17,26 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from peft import PeftModel
+from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 from transformers.modelcard import TASK_MAPPING
+from transformers.pipelines import PIPELINE_REGISTRY
 
 from ..analysis.plots import accuracy_curve, can_plot, plot_runs
 from ..analysis.tables import MIB, format_table
 from ..federation.sampling import num_sampled
 from ..methods import METHODS, WARM_UP_METHOD
+from .results import Results, evaluated_rounds, final_results, main_metric
+from .weights import Weights
 
 if TYPE_CHECKING:
     from .trainer import SplitFedTrainer
 
 CARD_NAME, PLOT_NAME = "README.md", "curves.png"
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
+_FEW = 20  # classes whose names the code of a card lists
 _PACKAGES = ("transformers", "peft", "torch", "datasets", "accelerate", "huggingface_hub")
-# Entries of an evaluation's log that describe the machine, not the model.
-_TIMES = re.compile(r"eval_(.*_)?(runtime|samples_per_second|steps_per_second|model_preparation_time)")
 
 Names = str | list[str] | None
-Results = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -92,50 +95,6 @@ def _plain(metric: str) -> str:
     return metric.removeprefix("eval_").replace("_", " ")
 
 
-# ---- Reading the logs ----
-
-
-def evaluations(history: Sequence[Mapping[str, Any]]) -> dict[int, Results]:
-    """Return the metrics of each evaluated round, a later evaluation of a round over an earlier one."""
-    rounds: dict[int, Results] = {}
-    for entry in history:
-        metrics = {
-            name: float(value)
-            for name, value in entry.items()
-            if name.startswith("eval_") and not _TIMES.fullmatch(name) and isinstance(value, (int, float))
-        }
-        if metrics:
-            rounds[int(entry["step"])] = rounds.get(int(entry["step"]), {}) | metrics
-    return rounds
-
-
-def evaluated_rounds(history: Sequence[Mapping[str, Any]]) -> dict[int, Results]:
-    """Return the metrics of each round that training evaluated; without any, of what came after it."""
-    return evaluations(history[: _end(history)]) or evaluations(history)
-
-
-def _end(history: Sequence[Mapping[str, Any]]) -> int:
-    """Return the index of the log entry that ends training; later entries are of the final model."""
-    return next((i for i, entry in enumerate(history) if "train_runtime" in entry), len(history))
-
-
-def final_results(trainer: SplitFedTrainer) -> Results:
-    """Return the metrics of the model as it is now: evaluated after training, at the best round, or at the last one."""
-    history, best = trainer.state.log_history, trainer.state.best_global_step
-    after, rounds = evaluations(history[_end(history) :]), evaluations(history)
-    over = _end(history) < len(history)
-    if over and not after and trainer.args.load_best_model_at_end and best in rounds:
-        return rounds[best]
-    rounds = after or rounds
-    return rounds[max(rounds)] if rounds else {}
-
-
-def main_metric(rounds: Mapping[int, Results]) -> str:
-    """Return the metric to draw: the accuracy, else the first one that is not a loss, else the loss."""
-    names = list(dict.fromkeys(name for metrics in rounds.values() for name in metrics))
-    return min(names, key=lambda name: (name != "eval_accuracy", name.endswith("loss")))
-
-
 # ---- Names ----
 
 
@@ -176,6 +135,7 @@ class _Run:
         self.adapter: Any = tuned.active_peft_config if isinstance(tuned, PeftModel) else None
         self.kind = str(getattr(self.adapter.peft_type, "value", "")).lower() if self.adapter else ""  # "lora"
         self.base: str = self.given.finetuned_from or getattr(self.model.config, "name_or_path", None) or ""
+        self.weights = Weights.of(trainer)
         self.folder = folder.absolute().name
         repo = trainer.hub_model_id or self.args.hub_model_id or self.folder
         self.name: str = self.given.model_name or repo.rsplit("/", 1)[-1]
@@ -225,6 +185,7 @@ class _Run:
         kind = {"lora": "LoRA"}.get(self.kind, self.kind.upper())
         rank = f" of rank {self.adapter.r} and alpha {self.adapter.lora_alpha}" if self.kind == "lora" else ""
         name, options = type(self.model).__name__, dataclasses.fields(method)  # type: ignore[arg-type]
+        place = ", from a folder: `adapter_config.json` has its path" if self.adapter and is_local(self.base) else ""
         rows = [
             {
                 "side": half.side,
@@ -240,7 +201,9 @@ class _Run:
         return {
             "name": self.name,
             "what": f"A {kind} adapter{rank} for" if self.adapter else "All weights, fine-tuned, of",
-            "base": f"`{public_name(self.base)}` (`{name}`)" if self.base else f"a `{name}`",
+            "base": f"`{public_name(self.base)}` (`{name}`{place})" if self.base else f"a `{name}`",
+            "dtype": self.weights.dtype,
+            "weights": f"{self.weights}",
             "datasets": ", ".join(map(public_name, _listed(self.given.dataset or self.given.dataset_tags))),
             "cut": split.cut,
             "num_blocks": split.num_blocks,
@@ -279,6 +242,7 @@ class _Run:
         schedule, optimizer = (getattr(value, "value", value) for value in (args.lr_scheduler_type, args.optim))
         settings |= {
             "rounds": rounds,
+            "weights": f"{self.weights}; {self.weights.mib:,.3f} MiB had crossed the cut by then",
             "local epochs": str(args.local_epochs),
             "batch size": str(args.per_device_train_batch_size),
             "learning rate": f"{args.learning_rate:g}, {schedule}, by {optimizer}",
@@ -302,24 +266,53 @@ class _Run:
         table = format_table(rows, {"what": "", "up": ",.3f", "down": ",.3f"}, markdown=True)
         return {"transfers": total.transfers, "mib_up": f"{up:,.3f}", "mib_down": f"{down:,.3f}", "traffic": table}
 
-    def _head_options(self) -> str:
-        """Return the options of a new head: the base model may have another number of classes."""
-        return f", num_labels={self.model.config.num_labels}, ignore_mismatched_sizes=True"
+    def _base_code(self, source: str, revision: str) -> str:
+        """Return the code that loads the base model as it was trained: its dtype, and a head with the classes."""
+        kind, weights = type(self.model).__name__, self.weights
+        path = f'"{self.base}"' if self.base else '"path/to/base-model"'
+        if is_local(self.base):
+            path = f'PeftConfig.from_pretrained("{source}"{revision}).base_model_name_or_path'
+        options = [path, f'dtype="{weights.dtype}"']
+        lines = []
+        if "Classif" in kind:  # the base model may have another number of classes
+            options += [f"num_labels={self.model.config.num_labels}", "ignore_mismatched_sizes=True"]
+        if weights.classes:
+            names = json.dumps(list(weights.classes.values()), ensure_ascii=False)
+            if len(weights.classes) > _FEW:
+                names = (
+                    f'{kind}.config_class.from_pretrained("{source}", subfolder="server"{revision}).id2label.values()'
+                )
+            lines.append(f"names = dict(enumerate({names}))")
+            options += ["id2label=names", "label2id={name: i for i, name in names.items()}"]
+        return "\n".join([*lines, f"base = {kind}.from_pretrained(", *(f"    {option}," for option in options), ")"])
+
+    def _pipeline(self, source: str, revision: str) -> str:
+        """Return the code of a pipeline with the tokenizer or image processor that was saved beside the weights."""
+        kinds = {PreTrainedTokenizerBase: "tokenizer", BaseImageProcessor: "image_processor"}
+        parts = [name for kind, name in kinds.items() if isinstance(self.trainer.processing_class, kind)]
+        tasks = [task for task in self._tasks() if task in PIPELINE_REGISTRY.get_supported_tasks()]
+        if not parts or not tasks:
+            return ""
+        model = "model.get_base_model()" if self.adapter else "model"
+        return f'pipe = pipeline("{tasks[0]}", model={model}, {parts[0]}="{source}"{revision})'
 
     def loading(self) -> dict[str, Any]:
         """What the code blocks need, and the versions."""
         from .. import __version__
 
-        kind, repo, revision = type(self.model), self.trainer.hub_model_id, self.given.revision
+        kind, repo = type(self.model), self.trainer.hub_model_id
+        source = repo or self.folder
+        revision = f', revision="{self.given.revision}"' if repo and self.given.revision else ""
         return {
             "adapter": self.kind,
-            "source": repo or self.folder,
+            "source": source,
             "is_repo": repo is not None,
-            "revision": f', revision="{revision}"' if repo and revision else "",
+            "revision": revision,
             "model_module": "transformers" if getattr(transformers, kind.__name__, None) is kind else kind.__module__,
             "model_class": kind.__name__,
-            "base_id": public_name(self.base) if self.base else "path/to/base-model",
-            "base_options": self._head_options() if "Classif" in kind.__name__ else "",
+            "peft_config": is_local(self.base),
+            "base_code": self._base_code(source, revision),
+            "pipeline": self._pipeline(source, revision),
             "blocks": f', blocks="{self.args.blocks}"' if self.args.blocks else "",
             "versions": [("hf_coefsfl", __version__), *((name, version(name)) for name in _PACKAGES)],
         }

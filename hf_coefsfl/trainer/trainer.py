@@ -41,6 +41,7 @@ from .evaluation import EvaluatingTrainer
 from .hub import SharingTrainer, check_token
 from .launching import check_processes
 from .model_card import write_card
+from .weights import adopt_class_names, note_base_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -111,7 +112,10 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         if args.push_to_hub and args.process_index == 0:
             check_token(args.hub_token)
         self.federation = Federation.of(train_dataset, args) if train_dataset is not None else None
+        if self.federation is not None:
+            adopt_class_names(base, self.federation.datasets[0])
         model = self._with_adapter(model, args, peft_config)
+        note_base_path(model)
         if args.device.type == "cpu" and any(p.dtype == torch.bfloat16 for p in model.parameters()):
             check_bfloat16("A model with bfloat16 weights")
         check_processes(args)
@@ -138,6 +142,7 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         self.row_check = RowCheck.of(base, self.loss_spec)
         self.clients: Clients | None = self.federation
         self.ledger = Ledger()
+        self.best_round: int | None = None  # of the weights, if they are not the last round's
         self._reports: list[dict[str, float]] = []  # of the rounds since the last log
         self.probe = StalenessProbe(args.staleness_probe, args.warmup_rounds)
         self.flops = RoundFlops(args.count_flops)
@@ -255,7 +260,7 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         told = self.args.make_method().defaults_of_run(self.args.per_device_train_batch_size)
         if told and self.is_world_process_zero():
             logger.info(told)
-        self.ledger, self._reports, self.probe.points = Ledger(), [], []
+        self.ledger, self._reports, self.probe.points, self.best_round = Ledger(), [], [], None
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -398,6 +403,7 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
             super()._load_best_model()
         else:
             self._load_weights(str(self.state.best_model_checkpoint))
+        self.best_round = int(str(self.state.best_model_checkpoint).rpartition("-")[2])
 
     def _load_weights(self, folder: str) -> None:
         """Load an unsplit model. `from_pretrained` knows the names that `save_pretrained` writes; Trainer does not."""

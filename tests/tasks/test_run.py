@@ -104,7 +104,9 @@ def test_run_leaves_all_files(posts: dict[str, str], capsys: pytest.CaptureFixtu
     assert summary["transfers"] == ledger["total"]["transfers"] > 0
     assert summary["dataset"] == "data" and summary["model"] == "model"  # names, not where they lie
     card = (out / "README.md").read_text()
-    assert "## Method: CoeF-J" in card and "trained on data" in card
+    assert "## Method: CoeF-J" in card and "trained on data" in card and "Weights: round 3 of 3." in card
+    assert summary["weights"] == {"round": 3, "best": False, "mib": summary["mib"]}
+    assert summary["base"] == {"name_or_path": posts["model_name_or_path"], "dtype": "float32"}
     assert f"accuracy {summary['scores']['accuracy']:.1f}" in capsys.readouterr().out
 
 
@@ -113,6 +115,32 @@ def test_the_rows_to_train_on_may_be_evaluated(posts: dict[str, str]) -> None:
     summary = json.loads((Path(posts["output_dir"]) / "summary.json").read_text())
     right = summary["scores"]["accuracy"] * 12 / 100
     assert 0 <= right <= 12 and right == pytest.approx(round(right))
+
+
+def test_names_and_the_best_round(posts: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Strings as labels become the names of the classes, wherever these are told."""
+    texts = ["the cat sat", "a dog ran", "the mat", "far"] * 6
+    rows = Dataset.from_dict({"body": texts, "label": ["spam", "ham", "spam", "ham"] * 6})
+    for split in ("train", "test"):
+        rows.to_parquet(str(Path(posts["dataset_name"]) / f"{split}.parquet"))
+    best = {"load_best_model_at_end": "true", "metric_for_best_model": "eval_loss", "eval_steps": "1"}
+    best |= {"save_strategy": "steps", "save_steps": "1", "num_rounds": "2", "learning_rate": "10.0"}  # ever worse
+    run("newsgroups", argv=small(posts | best))
+    out = Path(posts["output_dir"])
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["id2label"] == {"0": "ham", "1": "spam"}
+    logs = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    losses = {entry["step"]: entry["eval_loss"] for entry in reversed(logs) if "eval_loss" in entry}
+    assert summary["weights"]["round"] == min(losses, key=lambda step: losses[step]) and summary["weights"]["best"]
+    assert [p["mib"] for p in summary["curve"] if p["round"] == summary["weights"]["round"]] == pytest.approx(
+        [summary["weights"]["mib"]]
+    )
+    said = f"best, round {summary['weights']['round']} of 2"
+    assert f"{said} ({summary['weights']['mib']:.1f} MiB until then): accuracy" in capsys.readouterr().out
+    card = (out / "README.md").read_text()
+    assert f"Weights: {said}." in card and 'names = dict(enumerate(["ham", "spam"]))' in card
+    for side in ("client", "server"):
+        assert json.loads((out / side / "config.json").read_text())["id2label"] == summary["id2label"]
 
 
 def test_any_method_and_a_file_of_options(posts: dict[str, str], tmp_path: Path) -> None:

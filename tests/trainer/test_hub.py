@@ -21,6 +21,7 @@ ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
 PUSHED = {
     *("README.md", "communication.json", "training_args.json"),
     *(f"{side}{name}" for side in ("", "client/", "server/") for name in ADAPTER),
+    *("client/config.json", "server/config.json"),  # the names of the classes
 }
 
 

@@ -8,7 +8,8 @@ import pytest
 from transformers import TrainerCallback
 
 from hf_coefsfl import METHODS, SplitFedTrainer
-from hf_coefsfl.trainer.model_card import TEMPLATE, CardArguments, final_results, idea, main_metric, public_name
+from hf_coefsfl.trainer.model_card import TEMPLATE, CardArguments, idea, public_name
+from hf_coefsfl.trainer.results import final_results, main_metric
 from tests.support.cards import card_of, header
 from tests.support.federated import config, texts, tiny_bert, trainer
 from tests.support.models import MODELS
@@ -20,7 +21,7 @@ def test_full_finetuning_without_an_evaluation(tmp_path: Path, monkeypatch: pyte
     run.train()
     run.save_model()
     card, data = card_of(run), header(run)
-    assert "All weights, fine-tuned, of a `ViTForImageClassification`." in card
+    assert "All weights, fine-tuned, of a `ViTForImageClassification` in float32." in card
     assert "The model was not evaluated." in card and "| rounds          | 1 of 1  " in card
     assert data.library_name == "transformers" and data.eval_results is None and "lora" not in data.tags
     assert 'Set by `method="vanilla"`.' in card and not (tmp_path / "full" / "curves.png").exists()
