@@ -26,6 +26,7 @@ from ..trainer.results import evaluated_rounds, evaluations, final_results
 from ..trainer.trainer import SplitFedTrainer
 from ..trainer.weights import Weights
 from . import TASKS, FineTuningTask, Prepared
+from .interruption import STATUS, interruptible
 from .options import parse_options
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,10 @@ def run(
         trainer, evaluated = make_trainer(job, config)
     except ValueError as error:
         parser.error(str(error))
-    complete(trainer, job, evaluated, checkpoint)
+    except KeyboardInterrupt:
+        parser.exit(STATUS, f"\n{parser.prog}: stopped before training.\n")
+    with interruptible(trainer, parser.prog, argv):
+        complete(trainer, job, evaluated, checkpoint)
 
 
 def complete(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str], checkpoint: str | None) -> None:

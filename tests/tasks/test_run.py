@@ -4,16 +4,22 @@ import ast
 import json
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import yaml
 from datasets import Dataset
 from transformers import BertConfig, BertForSequenceClassification
 
+from hf_coefsfl.federation.simulation import Simulation
 from hf_coefsfl.tasks import TASKS
+from hf_coefsfl.tasks.interruption import resuming_command
 from hf_coefsfl.tasks.options import make_parser, parse_options
 from hf_coefsfl.tasks.run import paper_share, run
 from tests.support.paths import ROOT
@@ -195,6 +201,49 @@ def test_resumes_from_the_last_checkpoint(posts: dict[str, str]) -> None:
         subprocess.run(["rm", "-r", str(folder)], check=True)
     run("newsgroups", argv=options)
     assert (out / "adapter_model.safetensors").read_bytes() == first
+
+
+def test_ctrl_c_tells_how_to_go_on(
+    posts: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = posts | {"output_dir": posts["output_dir"] + "_whole"}
+    run("newsgroups", argv=small(whole), prog="coefsfl train newsgroups")
+    run_round, handler = Simulation.run_round, signal.getsignal(signal.SIGINT)
+
+    def interrupted(self: Simulation, index: int, *args: Any) -> Any:
+        if index == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return run_round(self, index, *args)
+
+    monkeypatch.setattr(Simulation, "run_round", interrupted)
+    argv = small(posts | {"save_steps": "1"})
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as left:
+        run("newsgroups", argv=argv, prog="coefsfl train newsgroups")
+    assert left.value.code == 130 and signal.getsignal(signal.SIGINT) is handler
+    line = capsys.readouterr().err.splitlines()[-1]
+    told, _, command = line.partition(" To go on: ")
+    assert told == f"Stopped in round 3 of 3. The last checkpoint is {posts['output_dir']}/checkpoint-2."
+    assert shlex.split(command) == ["coefsfl", "train", "newsgroups", *argv, "--resume_from_checkpoint", "last"]
+    monkeypatch.setattr(Simulation, "run_round", run_round)
+    run("newsgroups", argv=shlex.split(command)[3:])
+    adapters = [Path(options["output_dir"], "adapter_model.safetensors").read_bytes() for options in (posts, whole)]
+    assert adapters[0] == adapters[1]
+
+
+def test_the_command_that_goes_on_names_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["recipes/mnli_coefj.py", "--seed", "1"])
+    last = " --resume_from_checkpoint last"
+    assert resuming_command("mnli_coefj.py", None) == f"python recipes/mnli_coefj.py --seed 1{last}"
+    assert resuming_command("coefsfl train mnli", last.split()) == f"coefsfl train mnli{last}"
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    words = ["/usr/bin/python", "/usr/bin/accelerate", "launch", "recipes/mnli_coefj.py", "--seed", "1"]
+    monkeypatch.setattr(psutil.Process, "cmdline", lambda self: words)
+    assert resuming_command("mnli_coefj.py", None) == f"accelerate launch recipes/mnli_coefj.py --seed 1{last}"
+    words[1:3] = ["-m", "torch.distributed.run"]
+    assert resuming_command("mnli_coefj.py", None).startswith("python -m torch.distributed.run recipes/mnli_coefj.py")
+    words[1:] = ["-m", "pytest"]  # started by something else
+    assert resuming_command("mnli_coefj.py", None).startswith("python recipes/mnli_coefj.py")
 
 
 def test_help_is_grouped_and_complete(capsys: pytest.CaptureFixture[str]) -> None:
