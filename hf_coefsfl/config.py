@@ -150,6 +150,12 @@ class SplitFedConfig(TrainingArguments):
     dirichlet_alpha: float = field(default=0.5, metadata={"help": "Concentration; smaller is more skewed."})
     min_client_samples: int = field(default=1, metadata={"help": "Fewest samples a client may get by dirichlet."})
 
+    # --- Output folder ---
+    overwrite_output_dir: bool = field(
+        default=False,
+        metadata={"help": "Delete the run that output_dir holds and start anew. Default: such a folder is refused."},
+    )
+
     # --- TrainingArguments with other defaults ---
     per_device_train_batch_size: int = field(default=32, metadata={"help": "Batch size of the local updates."})
     learning_rate: float = field(default=5e-4, metadata={"help": "Learning rate of the local updates."})

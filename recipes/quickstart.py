@@ -117,6 +117,7 @@ def main() -> None:
         process.print(f"{METHODS[method].title}: {args.num_rounds} rounds ...", flush=True)
         config = SplitFedConfig(
             output_dir=str(args.output_dir / method),
+            overwrite_output_dir=True,  # of an earlier quickstart
             method=method,
             cut=1,
             num_clients=20,

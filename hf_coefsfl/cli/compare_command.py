@@ -12,9 +12,10 @@ from tqdm import tqdm
 from .._recipes import specs
 from ..analysis.tables import format_table
 from ..analysis.timing import Network
-from ..compare import Cell, Runner, check_files, expand, load_finished, load_spec, total, write_report
+from ..compare import Cell, Runner, Spec, check_files, expand, load_finished, load_spec, total, write_report
 from ..compare.budget import Budget
 from ..compare.grid import Summary
+from ..trainer.output_folder import FolderLock
 from .units import parse_bandwidth, parse_latency, parse_speed
 
 EPILOG = """\
@@ -61,14 +62,17 @@ def run(arguments: argparse.Namespace) -> str:
         raise ValueError("--device_speed needs --dry_run: it estimates the runs and starts none.")
     if not arguments.report_only:
         check_files(cells)
-    root.mkdir(parents=True, exist_ok=True)
-    if arguments.report_only:
-        return _answer(write_report(spec, cells, root, runs, load_finished(cells, runs), link=link), root)
+    with FolderLock(root):
+        if arguments.report_only:
+            return _answer(write_report(spec, cells, root, runs, load_finished(cells, runs), link=link), root)
+        return _compare(spec, cells, root, runs, arguments.jobs, link)
 
+
+def _compare(spec: Spec, cells: list[Cell], root: Path, runs: Path, jobs: int, link: Network | None) -> str:
     def refresh(finished: Mapping[str, Summary]) -> None:
         write_report(spec, cells, root, runs, finished, list(runner.failures.values()), plots=False, link=link)
 
-    runner = Runner(cells, runs, jobs=arguments.jobs, on_finish=refresh)
+    runner = Runner(cells, runs, jobs=jobs, on_finish=refresh)
     try:
         failures = runner.run()
     except KeyboardInterrupt:

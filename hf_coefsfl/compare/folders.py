@@ -15,6 +15,8 @@ from ..tasks.run import SUMMARY_NAME
 from .grid import Run, Summary
 
 OPTIONS, LOG, LOCK = "options.json", "log.txt", "lock"
+_OWN = ("disable_tqdm", "output_dir", "resume_from_checkpoint")  # options that every worker gets
+_SUMMARIZED = ("method", "cut", "learning_rate", "seed", "num_rounds")  # options that a summary repeats
 
 
 class RunFolder:
@@ -26,12 +28,24 @@ class RunFolder:
         self.log = self.path / LOG
 
     def summary(self) -> Summary | None:
-        """Return the run's summary, or None if it has not finished."""
-        try:
-            summary: Any = json.loads((self.path / SUMMARY_NAME).read_text())
-        except (OSError, ValueError):
+        """Return the run's summary, or None if it has not finished. Raise ValueError if it is another run's."""
+        summary = _read(self.path / SUMMARY_NAME)
+        if not isinstance(summary.get("scores"), dict):
             return None
-        return summary if isinstance(summary, dict) and isinstance(summary.get("scores"), dict) else None
+        self.check(summary)
+        return summary
+
+    def check(self, summary: Summary) -> None:
+        """Refuse a folder whose files tell of other options than the run's."""
+        expected = json.loads(to_json(self.run.options))
+        written = {name: value for name, value in _read(self.path / OPTIONS).items() if name not in _OWN}
+        found = written | {name: summary[name] for name in _SUMMARIZED if name in summary}
+        for name in sorted(found.keys() & (expected.keys() | written.keys())):
+            if found[name] != expected.get(name):
+                raise ValueError(
+                    f"{self.path} holds a run with {name}={found[name]!r} instead of {expected.get(name)!r} as the "
+                    "spec says. Delete the folder, or give another --runs_dir."
+                )
 
     def hold(self) -> int | None:
         """Lock the folder and return the descriptor of the lock, or None if a running process has it.
@@ -64,6 +78,15 @@ class RunFolder:
         except OSError:
             return []
         return [line.rsplit("\r", 1)[-1] for line in text[-20_000:].split("\n") if line.strip()][-count:]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file; nothing if it is not there or not complete."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def finished_runs(folder: Path, runs: Iterable[Run]) -> dict[str, Summary]:

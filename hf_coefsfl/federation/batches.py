@@ -36,7 +36,7 @@ class ClientData:
         args: SplitFedConfig,
     ):
         self.federation, self.loss_spec, self.args = federation, check.loss_spec, args
-        self._collated = CollatedBatches(federation, collate, check, args)
+        self.collated = CollatedBatches(federation, collate, check, args)
         self._plan = _Plan()
         self._loader: DataLoader[Any] | None = None
 
@@ -58,7 +58,7 @@ class ClientData:
     def _made(self, round_index: int, clients: Sequence[int]) -> Iterator[Any]:
         places = [(round_index, client, batch) for client in clients for batch in range(self._count(client))]
         if not self.args.dataloader_num_workers:
-            return map(self._collated.__getitem__, places)
+            return map(self.collated.__getitem__, places)
         return iter(self._workers(places))
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class ClientData:
     def batches(self, round_index: int, client: int) -> Batches:
         """Return the mini-batches of one client's round."""
         places = [(round_index, client, batch) for batch in range(self._count(client))]
-        return self.checked(client, [self._collated[place] for place in places])
+        return self.checked(client, [self.collated[place] for place in places])
 
     def checked(self, client: int, batches: list[Any]) -> Batches:
         """Return the batches in which a label enters the loss; raise what the data raised or what is wrong with it."""
@@ -95,7 +95,7 @@ class ClientData:
         if self._loader is None:
             args = self.args
             self._loader = DataLoader(
-                self._collated,
+                self.collated,
                 sampler=self._plan,
                 batch_size=None,
                 num_workers=args.dataloader_num_workers,

@@ -85,7 +85,12 @@ def read_run_config(given: Mapping[str, Any]) -> RunOptions:
     Its keys are the options of `coefsfl train TASK` and those of `DeploymentOptions`, with underscores or hyphens.
     An empty text stands for an option that is not given, as every key must have a value in a run config.
     """
-    options: dict[str, Any] = _DEFAULTS | {key.replace("-", "_"): value for key, value in given.items() if value != ""}
+    options: dict[str, Any] = {key.replace("-", "_"): value for key, value in given.items() if value != ""}
+    overwrites = str(options.get("overwrite_output_dir", "")).lower() == "true"  # then there is nothing to resume
+    defaults: dict[str, Any] = dict(_DEFAULTS)
+    if overwrites:
+        del defaults["resume_from_checkpoint"]
+    options = defaults | options
     if "hub_token" in options:
         raise ValueError("hub_token would go to every client. Set HF_TOKEN where the server runs.")
     ours = {f.name for f in fields(DeploymentOptions)}

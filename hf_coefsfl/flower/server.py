@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from ..federation.sampling import num_sampled
-from ..tasks.run import checkpoint_of, complete, make_trainer
+from ..tasks.run import check_folder, complete, make_trainer
 from ..trainer.trainer import SplitFedTrainer
 from .client_node import fingerprint
 from .deployment import Deployment
@@ -82,10 +82,11 @@ def serve(grid: Grid, run_config: Mapping[str, Any]) -> DeployedTrainer:
     transformers_logging.set_verbosity_warning()
     options = read_run_config(run_config)
     config = options.config
-    checkpoint = checkpoint_of(config)
+    check_folder(config)
     job = options.task(options.arguments)
     trainer, evaluated = make_trainer(job, config, DeployedTrainer, train=False)
+    trainer.check(config.resume_from_checkpoint)  # before clients are waited for
     trainer.connect(Courier(grid), options.deployment, getattr(options.arguments, "max_length", None))
     logger.info("%d clients; results go to %s.", len(trainer.clients or ()), Path(str(config.output_dir)).absolute())
-    complete(trainer, job, evaluated, checkpoint)
+    complete(trainer, job, evaluated)
     return trainer

@@ -33,11 +33,11 @@ _DEFAULTS = {
     "dataloader_pin_memory": torch.accelerator.is_available(),
 }
 _TRAINING = (
-    "output_dir", "learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "per_device_eval_batch_size",
-    "weight_decay", "max_grad_norm", "seed", "data_seed", "bf16", "gradient_checkpointing", "use_cpu", "eval_strategy",
-    "eval_steps", "logging_steps", "save_strategy", "save_steps", "save_total_limit", "load_best_model_at_end",
-    "metric_for_best_model", "resume_from_checkpoint", "report_to", "disable_tqdm", "push_to_hub", "hub_model_id",
-    "hub_strategy", "hub_private_repo", "hub_revision",
+    "output_dir", "overwrite_output_dir", "learning_rate", "lr_scheduler_type", "per_device_train_batch_size",
+    "per_device_eval_batch_size", "weight_decay", "max_grad_norm", "seed", "data_seed", "bf16",
+    "gradient_checkpointing", "use_cpu", "eval_strategy", "eval_steps", "logging_steps", "save_strategy", "save_steps",
+    "save_total_limit", "load_best_model_at_end", "metric_for_best_model", "resume_from_checkpoint", "report_to",
+    "disable_tqdm", "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_revision",
 )  # fmt: skip
 _VALUES: dict[Any, str] = {int: "N", float: "X", string_to_bool: "true|false"}
 # What a recipe decides itself.
@@ -64,7 +64,7 @@ class RecipeParser(OptionParser, HfArgumentParser):
         federation, trainers = ({f.name for f in dataclasses.fields(c)} for c in (SplitFedConfig, TrainingArguments))
         self.members = {
             "the task": {f.name for f in dataclasses.fields(task.arguments_class)},
-            "the federation": federation - trainers,
+            "the federation": federation - trainers - set(_TRAINING),
             "training (an option that counts steps counts rounds)": set(_TRAINING),
             _RARE: trainers - {*_TRAINING, *_DECIDED},
         }
@@ -148,7 +148,7 @@ def _texts(task: Task) -> dict[str, str]:
         "weight_decay": "Weight decay of the local updates, on all trained parameters.",
         "eval_strategy": "no, steps (every eval_steps rounds) or best.",
         "hub_strategy": "every_save (in the background, and at the end) or end.",
-        "resume_from_checkpoint": "Folder of a checkpoint to resume from, or `last`: the newest, if there is one.",
+        "resume_from_checkpoint": "Checkpoint to resume from, or `last`: the newest of output_dir, if there is one.",
     }
 
 

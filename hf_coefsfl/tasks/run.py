@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -19,10 +20,12 @@ from ..config import SplitFedConfig
 from ..methods import DEFAULT_METHOD
 from ..split.blocks import find_blocks, members
 from ..split.lora import default_lora
-from ..trainer.checkpoints import fault, last_complete
+from ..trainer.checkpoints import fault
 from ..trainer.hub import UploadError
 from ..trainer.model_card import CardArguments, public_name
+from ..trainer.output_folder import SUMMARY_NAME, RunRefused, check_free
 from ..trainer.results import evaluated_rounds, evaluations, final_results
+from ..trainer.resuming import LAST
 from ..trainer.trainer import SplitFedTrainer
 from ..trainer.weights import Weights
 from . import TASKS, FineTuningTask, Prepared
@@ -30,7 +33,6 @@ from .interruption import STATUS, interruptible
 from .options import parse_options
 
 logger = logging.getLogger(__name__)
-SUMMARY_NAME = "summary.json"
 
 
 def run(
@@ -56,31 +58,44 @@ def run(
     transformers_logging.set_verbosity_warning()
     hub_logging.set_verbosity_error()  # what it cannot reach is said once, by us
     try:
-        checkpoint = checkpoint_of(config)
+        check_folder(config)
         job = TASKS[task](arguments, keep=config.partition_column)
         trainer, evaluated = make_trainer(job, config)
     except ValueError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         parser.exit(STATUS, f"\n{parser.prog}: stopped before training.\n")
-    with interruptible(trainer, parser.prog, argv):
-        complete(trainer, job, evaluated, checkpoint)
+    try:
+        with interruptible(trainer, parser.prog, argv):
+            complete(trainer, job, evaluated)
+    except RunRefused as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
 
 
-def complete(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str], checkpoint: str | None) -> None:
+def complete(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str]) -> None:
     """Train from a checkpoint or the start, evaluate, save, describe, and push if the configuration says so."""
+    with trainer.holding_folder():
+        _complete(trainer, job, evaluated)
+
+
+def _complete(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str]) -> None:
     config = trainer.args
     trainer.card_arguments = CardArguments(
         dataset=public_name(job.dataset_id), dataset_args=job.dataset_config, tasks=job.pipeline_tag
     )
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    path = Path(str(config.output_dir)) / SUMMARY_NAME
+    if trainer.already_finished and path.exists() and not config.push_to_hub:  # all is there, and stays as it is
+        if trainer.is_world_process_zero():
+            print(_conclusion(json.loads(path.read_text(encoding="utf-8")), str(config.output_dir)), flush=True)
+        return
     if config.load_best_model_at_end or trainer.state.global_step not in evaluations(trainer.state.log_history):
         trainer.evaluate()
     trainer.save_model(_internal_call=True)  # without a push: the summary is to come
     trainer.save_state()
     if trainer.is_world_process_zero():
         summary = summarize(trainer, job, evaluated)
-        write_atomically(Path(str(config.output_dir)) / SUMMARY_NAME, to_json(summary))
+        write_atomically(path, to_json(summary))
         print(_conclusion(summary, str(config.output_dir)), flush=True)
     if config.push_to_hub:
         try:
@@ -155,15 +170,15 @@ def paper_share(num_blocks: int) -> int:
     return max(num_blocks // 3, 1)
 
 
-def checkpoint_of(config: SplitFedConfig) -> str | None:
-    """Return the checkpoint to resume from; "last" is the newest of the output folder, if there is one."""
+def check_folder(config: SplitFedConfig) -> None:
+    """Refuse an output folder that holds a run, or a checkpoint that cannot be resumed from, before data is loaded."""
     wanted = config.resume_from_checkpoint
-    if wanted in (None, "last"):
-        return last_complete(str(config.output_dir)) if wanted else None
-    wrong = fault(Path(wanted))
-    if wrong is not None:
-        raise ValueError(f"resume_from_checkpoint={wanted!r}: {wrong}.")
-    return wanted
+    if wanted is None:
+        check_free(config)
+    elif wanted != LAST:
+        wrong = fault(Path(wanted))
+        if wrong is not None:
+            raise ValueError(f"resume_from_checkpoint={wanted!r}: {wrong}.")
 
 
 def summarize(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str]) -> dict[str, Any]:

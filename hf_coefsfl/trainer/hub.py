@@ -34,6 +34,7 @@ _API = HfApi(library_name="hf_coefsfl")  # one for all: its background jobs run 
 # Patterns of files that are never uploaded; `*` matches slashes too.
 NOT_UPLOADED = (
     "checkpoint-*",
+    "run.json",  # checksums of the clients' data
     "_*",
     ".*",  # .env and the like
     "*/.*",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import math
 import os
@@ -13,18 +12,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import distributed, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, Trainer, set_seed
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints
 from transformers.utils import is_in_notebook
 
 from .._bfloat16 import check_bfloat16
-from .._io import write_atomically
 from ..analysis.flops import RoundFlops
 from ..analysis.plots import can_plot, plot_partition
-from ..analysis.staleness import StalenessProbe, check_probe, load_probe, plot_probe, save_probe, summarize_probe
+from ..analysis.staleness import StalenessProbe, check_probe, plot_probe, save_probe, summarize_probe
 from ..config import SplitFedConfig
 from ..federation.clients import Federation
 from ..federation.data_checks import DataError, RowCheck
@@ -35,22 +32,20 @@ from ..federation.simulation import Simulation
 from ..protocol.loss import LossSpec
 from ..split import split_model
 from ..split.lora import default_lora, save_halves, trainable_sides
-from .checkpoints import clear, fault, is_checkpoint, last_complete, seal
+from .checkpoints import is_checkpoint
 from .compilation import compile_blocks
 from .evaluation import EvaluatingTrainer
 from .hub import SharingTrainer, check_token
 from .launching import check_processes
 from .model_card import write_card
+from .output_folder import LEDGER_NAME, PROBE_NAME, STATE_NAME
+from .resuming import ResumingTrainer
 from .weights import adopt_class_names, note_base_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 logger = logging.getLogger(__name__)
-LEDGER_NAME = "communication.json"
-ARGS_NAME = "training_args.json"
-PROBE_NAME = "staleness.json"
-STATE_NAME = "method_state.safetensors"  # what a method keeps beside the model
 
 
 @atexit.register
@@ -60,7 +55,7 @@ def _leave_gloo() -> None:
         distributed.destroy_process_group()
 
 
-class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
+class SplitFedTrainer(ResumingTrainer, EvaluatingTrainer, SharingTrainer):
     """Fine-tune a model that is split between clients and a server.
 
     The model is cut at block `args.cut`; a LoRA adapter (or every weight) is trained on both sides
@@ -243,30 +238,6 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
 
     # ---- What Trainer asks for ----
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train for `args.num_rounds` rounds.
-
-        `resume_from_checkpoint` is a checkpoint, or True for the last complete one of the output folder. Without it the
-        ledger starts anew.
-        """
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_complete(self.args.output_dir or "")
-            if resume_from_checkpoint is None:
-                raise ValueError(f"There is no complete checkpoint in {self.args.output_dir} to resume from.")
-        elif resume_from_checkpoint:
-            wrong = fault(Path(resume_from_checkpoint))
-            if wrong is not None:
-                raise ValueError(f"The checkpoint {resume_from_checkpoint} cannot be resumed from: {wrong}.")
-        told = self.args.make_method().defaults_of_run(self.args.per_device_train_batch_size)
-        if told and self.is_world_process_zero():
-            logger.info(told)
-        self.ledger, self._reports, self.probe.points, self.best_round = Ledger(), [], [], None
-        try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-        finally:
-            if self.rounds is not None:
-                self.rounds.close()
-
     def get_train_dataloader(self) -> DataLoader:
         """Return the loader of the rounds; each item is a round's index, the same in every process."""
         if self.rounds is None:
@@ -357,58 +328,6 @@ class SplitFedTrainer(EvaluatingTrainer, SharingTrainer):
         if not is_checkpoint(folder):
             save_halves(self.split, folder)
             write_card(self, folder)  # over PEFT's
-
-    def _save_arguments(self, folder: Path) -> None:
-        write_atomically(folder / ARGS_NAME, json.dumps(self.args.to_dict(), indent=2, default=str) + "\n")
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint and seal it; only then are older ones deleted."""
-        args, output_dir = self.args, self._get_output_dir(trial=trial)
-        folder = Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if args.should_save:
-            clear(folder)
-        self.accelerator.wait_for_everyone()
-        limit, args.save_total_limit = args.save_total_limit, None
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            args.save_total_limit = limit
-        self.accelerator.wait_for_everyone()  # each process has left its random state there
-        if args.should_save:
-            self._save_arguments(folder)
-            seal(folder)
-            rotate_checkpoints(output_dir, limit, self.state.best_model_checkpoint)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if isinstance(self.model, PeftModel):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            self._load_weights(resume_from_checkpoint)
-        self.ledger = Ledger.load(Path(resume_from_checkpoint) / LEDGER_NAME)
-        if self.rounds is not None:
-            probe, state = (Path(resume_from_checkpoint) / name for name in (PROBE_NAME, STATE_NAME))
-            self.probe.points = load_probe(probe) if probe.exists() else []
-            self.rounds.set_up_method()
-            if state.exists():
-                kept = load_file(state)  # to the CPU: safetensors does not know the device "cpu:0" of many processes
-                self.rounds.method.load_state_dict({name: t.to(self.args.device) for name, t in kept.items()})
-            elif self.rounds.method.state_dict():
-                raise ValueError(
-                    f"{resume_from_checkpoint} holds no {STATE_NAME}, which method={self.args.method!r} needs: it is "
-                    "incomplete or of another method. Resume with the method it was made with."
-                )
-
-    def _load_best_model(self) -> None:
-        if isinstance(self.model, PeftModel):
-            super()._load_best_model()
-        else:
-            self._load_weights(str(self.state.best_model_checkpoint))
-        self.best_round = int(str(self.state.best_model_checkpoint).rpartition("-")[2])
-
-    def _load_weights(self, folder: str) -> None:
-        """Load an unsplit model. `from_pretrained` knows the names that `save_pretrained` writes; Trainer does not."""
-        assert isinstance(self.model, PreTrainedModel)
-        self.model.load_state_dict(type(self.model).from_pretrained(folder, dtype=self.model.dtype).state_dict())
 
     def plot_partition(self, path: str | os.PathLike[str] | None = None, column: str | None = None) -> Figure:
         """Draw the clients' samples by class, save the picture if a path is given, and return it."""

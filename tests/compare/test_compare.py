@@ -25,6 +25,7 @@ from hf_coefsfl.cli import main
 from hf_coefsfl.compare import Runner, runner, total
 from hf_coefsfl.compare.grid import upcoming
 from hf_coefsfl.compare.runner import worker_environment
+from hf_coefsfl.trainer.output_folder import FolderLock
 from tests.support.comparisons import cells_of, content
 
 # Writes its id to a journal when the work is done, then the summary; FAKE_FAIL names a method
@@ -138,6 +139,35 @@ def test_a_failure_is_told_and_tried_again(
     assert "the reason" not in (tmp_path / "out/report.html").read_text()
 
 
+def test_a_folder_of_another_run_is_refused(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither a summary that was put there by hand nor options that were edited stand for a run of the spec."""
+    assert main(command) == 0
+    run = next((tmp_path / "out/runs").glob("*-coef_d-*"))
+    options, summary = run / "options.json", run / "summary.json"
+    for path, change, reason in (
+        (summary, {"method": "vanilla"}, "method='vanilla' instead of 'coef_d' as the spec says"),
+        (options, {"num_rounds": 9}, "num_rounds=9 instead of 4"),
+        (options, {"weight_decay": 0.5}, "weight_decay=0.5 instead of None"),
+    ):
+        before = path.read_text()
+        path.write_text(json.dumps(json.loads(before) | change))
+        with pytest.raises(SystemExit) as left:
+            main(command)
+        assert left.value.code == 2 and reason in capsys.readouterr().err
+        path.write_text(before)
+    assert main(command) == 0 and set(journal(tmp_path / "out/runs").values()) == {1}
+
+
+def test_a_second_comparison_is_refused(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FolderLock(tmp_path / "out"):
+        with pytest.raises(SystemExit) as left:
+            main(command)
+        assert left.value.code == 2 and "Another process writes into" in capsys.readouterr().err
+    assert not journal(tmp_path / "out/runs") and main(command) == 0
+
+
 def compare(folder: Path, worker: tuple[str, ...], wait: Path | None) -> None:
     """Run a comparison of 16 runs in a process group of its own."""
     os.setsid()
@@ -151,6 +181,7 @@ def compare(folder: Path, worker: tuple[str, ...], wait: Path | None) -> None:
 def started(folder: Path, worker: tuple[str, ...], wait: Path | None = None) -> multiprocessing.process.BaseProcess:
     process = multiprocessing.get_context("fork").Process(target=compare, args=(folder, worker, wait))
     process.start()
+    until(lambda: os.getpgid(process.pid or 0) == process.pid)
     return process
 
 

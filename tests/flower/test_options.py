@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from hf_coefsfl.flower.options import read_run_config
 from hf_coefsfl.flower.server import serve
 from hf_coefsfl.flower.wire import header_of
 from tests.support.deployed import LocalGrid, Site
@@ -31,6 +32,23 @@ def test_bad_options_are_refused_before_anything_starts(site: Site, change: dict
     config = site.run_config(**change)
     with pytest.raises(ValueError, match=reason):
         serve(LocalGrid(config, []), config)
+
+
+def test_a_restart_with_other_settings_is_refused_before_clients_are_waited_for(site: Site) -> None:
+    folder = site.new_folder("deployed")
+    first, _ = site.deployed(num_rounds=1, output_dir=folder)
+    files = {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+    for changes, reason in (
+        ({"learning_rate": 0.5}, "checkpoint-1 is of a run with other settings.*\\n  learning_rate: 0.01, now 0.5"),
+        ({"overwrite_output_dir": "true", "resume_from_checkpoint": "last"}, "overwrite_output_dir would delete"),
+    ):
+        config = site.run_config(num_rounds=1, output_dir=folder, **changes)
+        with pytest.raises(ValueError, match=reason):
+            serve(LocalGrid(config, []), config)
+    assert files == {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+    again, _ = site.deployed(num_rounds=1, output_dir=folder)
+    assert again.already_finished and same(weights(first), weights(again))
+    assert read_run_config(site.run_config(overwrite_output_dir=True)).config.resume_from_checkpoint is None
 
 
 def test_a_round_that_could_change_nothing(site: Site) -> None:

@@ -42,9 +42,18 @@ def make(folder: Path, case: dict[str, Any]) -> SplitFedTrainer:
     return trainer(folder, data=images(24), **evaluation, **UNEVEN | case)
 
 
-def make_interrupted(folder: Path, name: str) -> SplitFedTrainer:
-    saving = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
-    return make(folder, {"method": INTERRUPTED[name][0], "num_rounds": 5, "warmup_rounds": 1, "eval_steps": 1} | saving)
+def make_interrupted(folder: Path, name: str, **changes: Any) -> SplitFedTrainer:
+    case = {"method": INTERRUPTED[name][0], "num_rounds": 5, "warmup_rounds": 1, "eval_steps": 1, "save_steps": 2}
+    return make(folder, case | {"save_strategy": "steps", "save_total_limit": 2} | changes)
+
+
+def refuse(folder: Path, name: str) -> None:
+    """Try to resume a run with another learning rate; every process notes why it may not."""
+    run = make_interrupted(folder, name, learning_rate=1.0)
+    try:
+        run.train(resume_from_checkpoint=True)
+    except ValueError as error:
+        (folder / f"refused-{run.args.process_index}.txt").write_text(str(error))
 
 
 def finish(run: SplitFedTrainer, folder: Path) -> None:
@@ -90,6 +99,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if options.resume:
         folder = options.folder / options.resume
+        refuse(folder, options.resume)
         run = make_interrupted(folder, options.resume)
         run.train(resume_from_checkpoint=True)
         finish(run, folder)

@@ -15,7 +15,6 @@ import psutil
 import pytest
 import yaml
 from datasets import Dataset
-from transformers import BertConfig, BertForSequenceClassification
 
 from hf_coefsfl.federation.simulation import Simulation
 from hf_coefsfl.tasks import TASKS
@@ -23,41 +22,14 @@ from hf_coefsfl.tasks.interruption import resuming_command
 from hf_coefsfl.tasks.options import make_parser, parse_options
 from hf_coefsfl.tasks.run import paper_share, run
 from tests.support.paths import ROOT
-from tests.support.words import words_tokenizer
+from tests.support.posts import make_posts, small
 
 RECIPES = sorted((ROOT / "recipes").glob("*_coef[dj].py"))
 
 
 @pytest.fixture
 def posts(tmp_path: Path) -> dict[str, str]:
-    """Return a model and a dataset so small that a run takes a second."""
-    words = ["the", "cat", "sat", "on", "a", "mat", "dog", "ran", "far"]
-    texts = [" ".join(words[(i + k) % len(words)] for k in range(4)) for i in range(24)]
-    rows = Dataset.from_dict({"body": texts, "label": [i % 2 for i in range(24)]})
-    rows.to_parquet(str(tmp_path / "data" / "train.parquet"))
-    rows.to_parquet(str(tmp_path / "data" / "test.parquet"))
-    config = BertConfig(
-        vocab_size=15, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16,
-        max_position_embeddings=32,
-    )  # fmt: skip
-    BertForSequenceClassification(config).save_pretrained(tmp_path / "model")
-    words_tokenizer().save_pretrained(tmp_path / "model")
-    return {
-        "dataset_name": str(tmp_path / "data"),
-        "model_name_or_path": str(tmp_path / "model"),
-        "output_dir": str(tmp_path / "out"),
-    }
-
-
-def small(options: dict[str, str]) -> list[str]:
-    fixed = {
-        "num_clients": "4", "participation": "0.5", "num_rounds": "3", "warmup_rounds": "1", "max_length": "8",
-        "per_device_train_batch_size": "2", "eval_steps": "2", "learning_rate": "1e-2", "use_cpu": "true",
-    }  # fmt: skip
-    return [part for name, value in (fixed | options).items() for part in (f"--{name}", value)] + [
-        "--columns",
-        "text=body",
-    ]
+    return make_posts(tmp_path)
 
 
 def refused(capsys: pytest.CaptureFixture[str], argv: list[str], task: str = "newsgroups") -> str:

@@ -90,5 +90,7 @@ def test_the_number_of_processes_does_not_matter(tmp_path: Path) -> None:
     for case, killed_by, world in ((in_round, 2, 3), (in_evaluation, 3, 1)):
         assert last_complete(folders[killed_by] / case) == str(folders[killed_by] / case / "checkpoint-2")
         whole, folder = folders[1] / f"{case}, whole", folders[world] / case
+        refused = [(folder / f"refused-{process}.txt").read_text() for process in range(world)]
+        assert all("learning_rate: 0.005, now 1.0" in text for text in refused), refused
         assert result(folder, world) == result(whole, 1), case
         assert files(folder) == files(whole), case
