@@ -17,6 +17,7 @@ from .._io import to_json, write_atomically
 from .._suggest import did_you_mean
 from ..analysis.plots import accuracy_curve
 from ..config import SplitFedConfig
+from ..federation.data_checks import DataError
 from ..methods import DEFAULT_METHOD
 from ..split.blocks import find_blocks, members
 from ..split.lora import default_lora
@@ -68,7 +69,7 @@ def run(
     try:
         with interruptible(trainer, parser.prog, argv):
             complete(trainer, job, evaluated)
-    except RunRefused as error:
+    except (RunRefused, DataError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 
 
@@ -245,7 +246,8 @@ def _versions() -> dict[str, str]:
 
 def _which(summary: dict[str, Any]) -> str:
     """Return which weights the scores are of."""
-    weights, rounds = summary["weights"], summary["num_rounds"]
+    rounds = summary["num_rounds"]
+    weights = summary.get("weights", {"round": rounds, "best": False})  # version 0.1 wrote none
     if weights["best"]:
         return f"best, round {weights['round']} of {rounds} ({weights['mib']:.1f} MiB until then)"
     return f"{rounds} rounds" if weights["round"] == rounds else f"round {weights['round']} of {rounds}"

@@ -77,8 +77,12 @@ def test_images_are_not_decoded():
 @pytest.mark.parametrize(
     ("dataset", "column", "message"),
     [
-        (hf_dataset(text=["a"], x=[1]), "speaker", r"no column 'speaker'; it has \['text', 'x'\]"),
-        ([{"text": "a"}], "speaker", r"no column 'speaker'; it has \['text'\]"),
+        (
+            hf_dataset(text=["a"], x=[1]),
+            "speaker",
+            r"partition_column='speaker': .*only text(, x)?\. Name one of these",
+        ),
+        ([{"text": "a"}], "speaker", r"partition_column='speaker': .*only text(, x)?\. Name one of these"),
         (hf_dataset(text=["a"], x=[1]), None, r"no label column \(labels or label\).*one of \['text', 'x'\]"),
         (hf_dataset(labels=[[0, 1], [1]]), None, r"column 'labels': one discrete value per row.*partition='iid'"),
         (hf_dataset(answers=[{"start": 1}]), "answers", "column 'answers': one discrete value per row"),

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from datasets import Dataset
 
+from hf_coefsfl.federation.data_checks import DataError
 from hf_coefsfl.federation.simulation import Simulation
 from hf_coefsfl.tasks import TASKS
 from hf_coefsfl.tasks.interruption import resuming_command
@@ -119,6 +120,16 @@ def test_names_and_the_best_round(posts: dict[str, str], capsys: pytest.CaptureF
     assert f"Weights: {said}." in card and 'names = dict(enumerate(["ham", "spam"]))' in card
     for side in ("client", "server"):
         assert json.loads((out / side / "config.json").read_text())["id2label"] == summary["id2label"]
+
+
+def test_rows_that_break_a_round_end_in_one_line(
+    posts: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> None:
+        raise DataError("Row 5 of client 1 cannot be read")
+
+    monkeypatch.setattr("hf_coefsfl.tasks.run.complete", broken)
+    assert refused(capsys, small(posts)).endswith("error: Row 5 of client 1 cannot be read")
 
 
 def test_any_method_and_a_file_of_options(posts: dict[str, str], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The code of every kind of card runs on a folder that was moved; class names and the round of the weights travel."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -32,7 +33,8 @@ def fine_tuned(folder: Path, name: str, classes: list[str] | None, **changes: An
     if classes:
         options |= {"id2label": dict(enumerate(classes)), "ignore_mismatched_sizes": True}
         options |= {"num_labels": len(classes), "label2id": {kind: i for i, kind in enumerate(classes)}}
-    model = getattr(transformers, entry.head).from_pretrained(base, **options)
+    # Relative to another folder than the one in which the code of the card is run.
+    model = getattr(transformers, entry.head).from_pretrained(os.path.relpath(base), **options)
     run = SplitFedTrainer(model, config(folder / "here" / "out", **changes))
     torch.manual_seed(1)
     with torch.no_grad():
