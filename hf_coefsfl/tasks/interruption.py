@@ -32,7 +32,9 @@ def interruptible(trainer: SplitFedTrainer, prog: str, argv: Sequence[str] | Non
         prog: the command up to its options.
         argv: the options; None: those of the process.
     """
-    command = resuming_command(prog, argv)  # now, as the launcher may be gone by then
+    command = resuming_command(
+        prog, argv, trainer.args.overwrite_output_dir
+    )  # now, as the launcher may be gone by then
     try:
         yield
     except KeyboardInterrupt:
@@ -58,11 +60,13 @@ def _told(trainer: SplitFedTrainer, command: str) -> str:
     return f"Stopped {where}. The last checkpoint is {checkpoint}. To go on: {command}"
 
 
-def resuming_command(prog: str, argv: Sequence[str] | None) -> str:
-    """Return the command that goes on with this run, with the launcher if there is one."""
+def resuming_command(prog: str, argv: Sequence[str] | None, overwrites: bool = False) -> str:
+    """Return the command that goes on with this run, which may have overwritten another; with the launcher, if any."""
     given = list(sys.argv[1:] if argv is None else argv)
     own = prog.split() if argv is not None else ["python", sys.argv[0]]
     words = _launched_by() or [*own, *given]
+    if overwrites:
+        words += ["--overwrite_output_dir", "false"]
     if tuple(words[-2:]) != _RESUME:
         words += _RESUME
     return shlex.join(words)

@@ -80,13 +80,14 @@ def _ends(data: Any) -> list[Any]:
 def _add_table(checksum: Any, data: Dataset, columns: Collection[str] | None, most_bytes: int) -> None:
     names = sorted(name for name in data.column_names if columns is None or name in columns)
     checksum.update(repr(names).encode())
-    table = data.with_format("arrow", columns=names)
     every = max(1, (data.data.nbytes * len(data) // max(1, data.data.num_rows)) // most_bytes)
     if every > 1:
-        table = table.select(range(0, len(data), every))
+        data = data.select(range(0, len(data), every))
+    selected = data._indices is not None
+    table: Any = data.with_format("arrow", columns=names) if selected else data.data.table.select(names)
     rows = np.arange(_STEP)
     for start in range(0, len(table), _STEP):
-        part = table[start : start + _STEP]
+        part = table[start : start + _STEP] if selected else table.slice(start, _STEP)
         for name in names:
             # Taken by index, equal values have equal bytes, however the table is divided and where it is cut.
             column = _without_folders(part[name].take(pa.array(rows[: len(part)])))

@@ -108,7 +108,7 @@ class ResumingTrainer(Trainer):
 
     def check(self, resume_from_checkpoint: str | bool | None = None) -> None:
         """Raise what `train` would raise if the run may not begin or go on. Nothing is written."""
-        self._in_main_process(lambda: bool(self._admitted(resume_from_checkpoint)))
+        self._in_main_process(lambda: bool(self._admitted(resume_from_checkpoint, tell=False)))
 
     def _begin(self, wanted: str | bool | None) -> str | None:
         """Return the checkpoint to go on from, if the run may, and put the output folder into order."""
@@ -124,13 +124,13 @@ class ResumingTrainer(Trainer):
         write_identity(identity, folder)
         return checkpoint
 
-    def _admitted(self, wanted: str | bool | None) -> tuple[str | None, Record]:
-        """Return the checkpoint to go on from and the identity of the run, or refuse it."""
+    def _admitted(self, wanted: str | bool | None, tell: bool = True) -> tuple[str | None, Record]:
+        """Return the checkpoint to go on from and the identity of the run, or refuse it; tell what else differs."""
         folder = Path(self.args.output_dir or "")
         checkpoint = self._checkpoint(wanted, folder)
         identity = identity_of(cast("SplitFedTrainer", self))
         if checkpoint is not None:
-            self._check_resume(checkpoint, identity)
+            self._check_resume(checkpoint, identity, tell)
         if self._identity is not None:  # it is this trainer's own run that begins again or goes on
             return checkpoint, identity
         if checkpoint is not None and _lies_in(checkpoint, folder):
@@ -158,7 +158,7 @@ class ResumingTrainer(Trainer):
             raise RunRefused(f"The checkpoint {wanted} cannot be resumed from: {wrong}.")
         return wanted
 
-    def _check_resume(self, checkpoint: str, identity: Record) -> None:
+    def _check_resume(self, checkpoint: str, identity: Record, tell: bool) -> None:
         """Refuse a checkpoint of a run with another result, and tell what else is different."""
         before, done, wanted = read_identity(Path(checkpoint)), _rounds_done(checkpoint), self.args.num_rounds
         if done > wanted:
@@ -166,19 +166,21 @@ class ResumingTrainer(Trainer):
                 f"{checkpoint} is at round {done} already, and num_rounds={wanted}. Resume from an earlier checkpoint, "
                 f"or set num_rounds to {done} or more."
             )
-        if before is None:
-            logger.warning(
-                "%s does not say which settings it was made with (by an earlier version): they are not compared.",
-                checkpoint,
-            )
-            return
-        found = compare(before, identity)
-        if found.refused:
+        found = None if before is None else compare(before, identity)
+        if found is not None and found.refused:
             lines = "".join(f"\n  {line}" for line in found.refused)
             raise RunRefused(
                 f"{checkpoint} is of a run with other settings, which would change the result:{lines}\nSet them as "
                 "they were to go on with that run, or give another output_dir for a new one."
             )
+        if not tell:
+            return
+        if before is None or found is None:
+            logger.warning(
+                "%s does not say which settings it was made with (by an earlier version): they are not compared.",
+                checkpoint,
+            )
+            return
         if found.told:
             logger.warning("Resuming from %s with differences: %s.", checkpoint, "; ".join(found.told))
         rounds = before.get("num_rounds", wanted)

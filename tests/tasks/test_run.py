@@ -219,6 +219,8 @@ def test_the_command_that_goes_on_names_the_launcher(monkeypatch: pytest.MonkeyP
     last = " --resume_from_checkpoint last"
     assert resuming_command("mnli_coefj.py", None) == f"python recipes/mnli_coefj.py --seed 1{last}"
     assert resuming_command("coefsfl train mnli", last.split()) == f"coefsfl train mnli{last}"
+    overwriting = resuming_command("coefsfl train mnli", ["--overwrite_output_dir", "true"], overwrites=True)
+    assert overwriting.endswith(f" true --overwrite_output_dir false{last}")
     monkeypatch.setenv("LOCAL_RANK", "0")
     words = ["/usr/bin/python", "/usr/bin/accelerate", "launch", "recipes/mnli_coefj.py", "--seed", "1"]
     monkeypatch.setattr(psutil.Process, "cmdline", lambda self: words)
