@@ -47,6 +47,19 @@ class RunFolder:
                     "spec says. Delete the folder, or give another --runs_dir."
                 )
 
+    def wall_seconds(self, summary: Summary) -> float:
+        """Return how long the worker took, start-up, evaluation and saving included.
+
+        That is the time between its first file, the options, and its last one, the summary. It is at least what the
+        rounds took, also those before an interruption.
+        """
+        computed = float(summary.get("seconds") or 0)
+        try:
+            taken = (self.path / SUMMARY_NAME).stat().st_mtime - (self.path / OPTIONS).stat().st_mtime
+        except OSError:
+            return computed
+        return max(computed, taken)
+
     def hold(self) -> int | None:
         """Lock the folder and return the descriptor of the lock, or None if a running process has it.
 

@@ -74,6 +74,7 @@ class Runner:
         self.finished = load_finished(cells, folder)
         self.failures: dict[str, Failure] = {}
         self.workers: list[_Worker] = []
+        self._wall_seconds: dict[str, float] = {}
         self._elsewhere: dict[str, float] = {}  # runs that another process works on, and when to look again
 
     def run(self) -> list[Failure]:
@@ -144,7 +145,7 @@ class Runner:
         self.finished[folder.run.id] = summary
         bar.update()
         scores = ", ".join(f"{name} {value:.1f}" for name, value in summary["scores"].items() if value is not None)
-        seconds = float(summary.get("seconds") or 0)
+        seconds = self._seconds(folder.run, summary)
         left = self.seconds_left()
         then = f", about {timedelta(seconds=round(left))} left" if left and bar.disable else ""
         count = f"{len(self.finished)}/{bar.total}"
@@ -161,19 +162,23 @@ class Runner:
         bar.set_postfix_str("; ".join(parts))
 
     def seconds_left(self) -> float | None:
-        """Estimate the time from the finished runs most like the missing ones; None if no run has finished."""
-        if not self.finished:
-            return None
+        """Estimate the time from the finished runs most like the missing ones; None if no run has finished.
+
+        A run counts from the start of its process to its end.
+        """
         by_kind: dict[tuple[str, ...], list[float]] = {}
-        for summary in self.finished.values():
-            method, seconds = str(summary.get("method")), float(summary.get("seconds") or 0)
-            for kind in ((str(summary.get("task")), method), (method,), ()):
-                by_kind.setdefault(kind, []).append(seconds)
+        for run in {run.id: run for cell in wanted(self.cells) for run in cell.runs.values()}.values():
+            if run.id in self.finished:
+                method, seconds = run.options["method"], self._seconds(run, self.finished[run.id])
+                for kind in ((run.task, method), (method,), ()):
+                    by_kind.setdefault(kind, []).append(seconds)
+        if not by_kind:
+            return None
 
         def expected(task: str, method: str) -> float:
             return mean(next(by_kind[kind] for kind in ((task, method), (method,), ()) if kind in by_kind))
 
-        work = 0.0
+        work, longest = 0.0, 0.0
         for cell in wanted(self.cells):
             chosen = cell.chosen(self.finished)
             done = [run.id in self.finished for run in cell.first() + (cell.later(chosen) if chosen else [])]
@@ -181,8 +186,16 @@ class Runner:
             work += (planned - sum(done)) * expected(cell.spec.task, cell.variant.method)
         now = time.monotonic()
         for w in self.workers:
-            work -= min(now - w.started, expected(w.folder.run.task, w.folder.run.options["method"]))
-        return work / self.jobs
+            each = expected(w.folder.run.task, w.folder.run.options["method"])
+            spent = min(now - w.started, each)
+            work -= spent
+            longest = max(longest, each - spent)
+        return max(work / self.jobs, longest)  # a run is not shared out
+
+    def _seconds(self, run: Run, summary: Summary) -> float:
+        if run.id not in self._wall_seconds:
+            self._wall_seconds[run.id] = RunFolder(self.folder, run).wall_seconds(summary)
+        return self._wall_seconds[run.id]
 
     def _end_workers(self) -> None:
         """Ask the workers to end, and kill those that do not."""

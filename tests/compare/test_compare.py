@@ -26,7 +26,7 @@ from hf_coefsfl.compare import Runner, runner, total
 from hf_coefsfl.compare.grid import upcoming
 from hf_coefsfl.compare.runner import worker_environment
 from hf_coefsfl.trainer.output_folder import FolderLock
-from tests.support.comparisons import cells_of, content
+from tests.support.comparisons import cells_of, content, summary
 
 # Writes its id to a journal when the work is done, then the summary; FAKE_FAIL names a method
 # that fails, FAKE_WAIT a file whose coming it waits for.
@@ -103,6 +103,23 @@ def test_all_settings_get_their_first_seed_first() -> None:
 
 def test_settings_with_equal_options_share_their_runs() -> None:
     assert total(cells_of(methods=["acc_sfl", {"method": "acc_sfl", "name": "FC"}])) == 4
+
+
+def test_time_left_counts_whole_processes(tmp_path: Path) -> None:
+    cells = cells_of(learning_rates=[0.1])  # two methods, three seeds
+    done = [(cells[0].first()[0], 100.0), (cells[0].later(0.1)[0], 140.0)]
+    for run, seconds in done:
+        folder = tmp_path / run.id
+        folder.mkdir()
+        (folder / "options.json").write_text("{}")
+        (folder / "summary.json").write_text(json.dumps(summary(50.0)))  # whose rounds took 2 seconds
+        os.utime(folder / "options.json", (1000.0, 1000.0))
+        os.utime(folder / "summary.json", (1000.0 + seconds, 1000.0 + seconds))
+    assert Runner(cells, tmp_path).seconds_left() == pytest.approx(4 * 120)
+    assert Runner(cells, tmp_path, jobs=2).seconds_left() == pytest.approx(2 * 120)
+    os.utime(folder / "options.json", (5000.0, 5000.0))  # copied files tell no time
+    assert Runner(cells, tmp_path).seconds_left() == pytest.approx(4 * (100 + 2) / 2)
+    assert Runner(cells, tmp_path / "elsewhere").seconds_left() is None
 
 
 # ---- Processes ----
