@@ -6,8 +6,9 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -144,7 +145,7 @@ def _texts(task: Task) -> dict[str, str]:
         "eval_split": f"Splits to evaluate on. Default: {splits}; else validation or test.",
         "method": f"One of {', '.join(sorted(METHODS))}; `coefsfl methods` tells more.",
         "cut": "Number of blocks on the client. Default: a third of the model's, the paper's share.",
-        "output_dir": f"Where everything goes. Default: outputs/{task.name}-<method>.",
+        "output_dir": "Where everything goes. Default: outputs/<task>-<method>, or <dataset>-<method> of own data.",
         "weight_decay": "Weight decay of the local updates, on all trained parameters.",
         "eval_strategy": "no, steps (every eval_steps rounds) or best.",
         "hub_strategy": "every_save (in the background, and at the end) or end.",
@@ -179,7 +180,7 @@ def parse_options(
         found = vars(parser.parse_args(given))
         cut = found.pop("cut", None)
         arguments = _construct(task.arguments_class, found)
-        found.setdefault("output_dir", f"outputs/{task.name}-{found['method']}")
+        found.setdefault("output_dir", f"outputs/{_name(task, found)}-{found['method']}")
         config = _construct(SplitFedConfig, found | ({} if cut is None else {"cut": cut}))
     except (ValueError, TypeError, OSError) as error:
         parser.error(str(error))
@@ -188,6 +189,14 @@ def parse_options(
     if config.partition_column == "label":
         config.partition_column = "labels"  # as all tasks call it
     return parser, arguments, config
+
+
+def _name(task: Task, found: Mapping[str, Any]) -> str:
+    """Return what the output folder, and with it the card, is called by: the preset, or your own dataset."""
+    dataset, config = found.get("dataset_name"), found.get("dataset_config_name")
+    if not dataset or task.is_own(dataset, config):
+        return task.name
+    return re.sub(r"[^\w.-]+", "-", task.title_of(dataset, config)).strip("-")
 
 
 def _read_file(path: Path, parser: RecipeParser) -> dict[str, Any]:
