@@ -74,21 +74,20 @@ def test_python(page: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """The blocks of a page run one after the other in one namespace. Rounds and clients are fewer."""
     pushed: list[str] = []
     monkeypatch.setattr(SplitFedTrainer, "push_to_hub", lambda trainer: pushed.append(trainer.args.output_dir))
-    known = dict(METHODS)
-    namespace = names_of_a_reader() | {"__name__": "page"}
     if page == "docs/hub.md":  # what it downloads
         exec(shrunk(blocks("README.md", "python")[0]).replace('"out"', '"me/mnli-coefj"'), names_of_a_reader())
-    if page == "docs/adding_a_method.md":
-        exec("from hf_coefsfl import SplitFedConfig", namespace)
-    for code in blocks(page, "python"):
-        exec(compile(shrunk(code), page, "exec", dont_inherit=True), namespace)
-    for name in METHODS.keys() - known.keys():  # that of adding_a_method.md
-        METHODS.pop(name)
-    for folder in [*re.findall(r'(?:"|output_dir=")(out|tickets)"', "".join(blocks(page, "python")))]:
-        assert (
-            page in ("docs/adding_a_method.md", "docs/tasks.md")
-            or (world / folder / "adapter_model.safetensors").is_file()
-        )
+    known, namespace = set(METHODS), names_of_a_reader() | {"__name__": "page"}
+    code = blocks(page, "python")
+    try:
+        for block in code:
+            exec(compile(shrunk(block), page, "exec", dont_inherit=True), namespace)
+    finally:
+        for name in METHODS.keys() - known:  # the one of adding_a_method.md
+            METHODS.pop(name)
+    if "trainer.save_model()" in "".join(code):
+        saved = re.findall(r'output_dir="(\w+)"', "".join(code))[0]
+        assert (world / saved / "adapter_model.safetensors").is_file()
+        assert pushed == ([saved] if "push_to_hub()" in "".join(code) else [])
 
 
 def shrunk(code: str) -> str:
