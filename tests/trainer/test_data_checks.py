@@ -33,6 +33,7 @@ from hf_coefsfl.federation.clients import Federation
 from hf_coefsfl.federation.data_checks import DataError, RowCheck
 from hf_coefsfl.protocol.loss import LossSpec
 from tests.support.federated import CLASSES, config, images, texts, tiny_bert, tiny_vit, trainer
+from tests.support.models import MODELS
 from tests.support.words import words_tokenizer
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
@@ -280,4 +281,14 @@ def test_many_rows_take_seconds() -> None:
     for rows_of in (data, data.shuffle(seed=0)):
         start = time.perf_counter()
         check.dataset(rows_of, lambda row: "", lambda row: {})
-        assert time.perf_counter() - start < 10  # half a second at most on an idle machine
+        assert time.perf_counter() - start < 10  # a second or less on an idle machine
+    labels = [9 if row == 54_321 else 0 for row in range(size)]
+    with pytest.raises(DataError, match="Label 9 of all, row 54321, is outside"):
+        check.dataset(data.select_columns("input_ids").add_column("labels", labels), lambda row: "all", lambda row: {})
+
+
+def test_sound_batches_of_all_models() -> None:
+    for entry in MODELS.values():
+        model = entry.make()
+        check = RowCheck.of(model, LossSpec.of(model, [name for name in entry.batch() if name in entry.targets()]))
+        assert check.batch(entry.batch()) is None, entry.name
