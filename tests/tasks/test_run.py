@@ -254,7 +254,10 @@ def test_help_is_grouped_and_complete(capsys: pytest.CaptureFixture[str]) -> Non
         (["--method", "coef_k"], "coef_k"),
         (["--participation", "2"], "participation=2.0 selects no client, or more than there are"),
         (["--columns", "text"], r"columns='text' is not role=column. The roles here are text, label"),
-        (["--num_train_epochs", "3"], "unrecognized arguments: --num_train_epochs"),
+        (
+            ["--num_train_epochs", "3"],
+            "arguments: --num_train_epochs.* A run counts rounds: num_rounds sets them, local_ep",
+        ),
         (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint='nowhere': there is no such folder"),
         (["nothing.txt"], "nothing.txt is not a .yaml or .json file of options"),
         (["missing.yaml"], "No such file.*missing.yaml"),
