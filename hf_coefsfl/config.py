@@ -15,6 +15,7 @@ from transformers import SchedulerType, Trainer, TrainingArguments, get_schedule
 from transformers.training_args import OptimizerNames
 
 from ._bfloat16 import check_bfloat16
+from ._suggest import did_you_mean
 from .methods import DEFAULT_METHOD, METHODS, WARM_UP_METHOD, Method, make_method
 from .methods.base import at_least
 from .protocol.packing import EXCHANGE_DTYPES
@@ -174,7 +175,8 @@ class SplitFedConfig(TrainingArguments):
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed and not (name == "head" and value is None):
-                raise ValueError(f"{name}={value!r} is not allowed. Choose one of: {', '.join(allowed)}.")
+                near = did_you_mean(value, allowed)
+                raise ValueError(f"{name}={value!r} is not allowed.{near} Choose one of: {', '.join(allowed)}.")
         for name in ("cut", "num_rounds", "local_epochs", "min_client_samples", "per_device_train_batch_size"):
             at_least(name, getattr(self, name), 1)
         for name in ("warmup_rounds", "staleness_probe", "seed"):

@@ -252,6 +252,7 @@ def test_help_is_grouped_and_complete(capsys: pytest.CaptureFixture[str]) -> Non
     [
         (["--num_round", "3"], r"unrecognized arguments: --num_round\. Did you mean --num_rounds\?"),
         (["--method", "coef_k"], "coef_k"),
+        (["--partition", "diriclet"], r"not allowed\. Did you mean dirichlet\? Choose one of: iid"),
         (["--participation", "2"], "participation=2.0 selects no client, or more than there are"),
         (["--columns", "text"], r"columns='text' is not role=column. The roles here are text, label"),
         (
