@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
+
+from ._suggest import did_you_mean
 
 _FOLDERS = ("compare", "paper")
 
@@ -31,9 +32,7 @@ def find_spec(name: str | Path) -> Path:
     found = known.get(path.stem) if path.suffix in ("", ".yaml") else None
     if found is not None and found.with_suffix("").parts[-len(path.parts) :] == path.with_suffix("").parts:
         return found
-    close = get_close_matches(path.stem, known, 1)
-    hint = f"Did you mean {close[0]}? " if close else ""
     raise ValueError(
-        f"The spec {str(name)!r} cannot be read: there is no such file. {hint}Give the path of a YAML file, or one of "
+        f"The spec {str(name)!r} cannot be read: there is no such file.{did_you_mean(path.stem, known)} Give the path of a YAML file, or one of "
         f"the specs that come with the package: {', '.join(known)}."
     )
