@@ -103,8 +103,8 @@ def test_commands(page: str, world: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def run_coefsfl(words: list[str], output: str) -> None:
-    command, *rest = words
-    if "--help" in rest:
+    command, *rest = words or ["--help"]
+    if "--help" in (command, *rest):
         with pytest.raises(SystemExit) as left:
             main(words)
         assert left.value.code == 0

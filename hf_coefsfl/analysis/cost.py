@@ -103,7 +103,7 @@ class Cost:
 
 
 def _name(kind: RoundKind) -> str:
-    """Return the method's name, with what makes it another one or its round a rare one: "coef_j, walk"."""
+    """Return the method's name, with what makes it another one or its round a rare one: "..., walk"."""
     method = kind.method
     name = method.name + method.full_title.removeprefix(method.title)
     return f"{name} ({kind.label})" if kind.label else name

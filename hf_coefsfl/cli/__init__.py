@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_early(name, given)
         module, parser = command_parser(name)
         arguments = parser.parse_args(given)
-        if not getattr(module, "TRAINS", False):
+        if not getattr(module, "SHOWS_ALL", False):
             _quieten()
         answer = module.run(arguments)
         if answer is not None:

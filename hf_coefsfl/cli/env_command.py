@@ -27,6 +27,7 @@ PACKAGES = (
 _PREFIXES = ("ACCELERATE_", "CUDA_", "DNNL_", "HF_", "HIP_", "MKL_", "NCCL_", "OMP_", "ONEDNN_", "PYTORCH_", "TORCH_",
              "TRANSFORMERS_", "TOKENIZERS_", "WORLD_SIZE", "LOCAL_RANK")  # fmt: skip
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+SHOWS_ALL = True  # PyTorch keeps its threads, which are told here
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ examples:
 
 On several devices: accelerate launch -m hf_coefsfl train mnli ...
 """
-TRAINS = True  # so its progress and warnings are shown, and all cores are used
+SHOWS_ALL = True  # so its progress and warnings are shown, and all cores are used
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

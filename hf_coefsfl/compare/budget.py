@@ -21,6 +21,7 @@ from ..methods import WARM_UP_METHOD, make_method
 from ..methods.parts.math_attention import differentiable_attention
 from ..tasks import TASKS
 from ..tasks.loading import load_splits
+from ..tasks.options import DEFAULTS
 from .grid import Cell
 
 STARTUP_SECONDS = 15.0  # of a run: imports, data and model; measured with a small model on one core
@@ -69,7 +70,7 @@ class Budget:
     def of(self, cell: Cell) -> RunEstimate:
         """Return what one run of a setting takes. Raise ValueError if its model or data cannot be known from here."""
         run = cell.first()[0]
-        options = _defaults() | run.options
+        options = _defaults(cell.spec.task) | run.options
         data = _data(cell, options)
         key, model = self._model(cell, options, data)
         samples = max(1, data.train // options["num_clients"])
@@ -119,9 +120,10 @@ def _flops(cost: Cost) -> int:
 
 
 @cache
-def _defaults() -> dict[str, Any]:
-    fields = dataclasses.fields(SplitFedConfig)
-    return {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+def _defaults(task: str) -> dict[str, Any]:
+    """Return the options of a run of a task that a spec leaves open."""
+    fields = *dataclasses.fields(SplitFedConfig), *dataclasses.fields(TASKS[task].arguments_class)
+    return {f.name: f.default for f in fields if f.default is not dataclasses.MISSING} | DEFAULTS
 
 
 def _num_evaluations(options: Mapping[str, Any]) -> int:

@@ -41,6 +41,14 @@ def column_names(data: Any) -> list[str]:
     return list(data[0]) if listed else []
 
 
+def _single(value: Any) -> pa.Array | None:
+    """Return a column of one entry; None for what Arrow does not take, which a batch may show."""
+    try:
+        return pa.array([value])
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+        return None
+
+
 def chunks(data: Any, name: str) -> Iterator[tuple[int, Values]]:
     """Yield the entries of a column, with the number of the first row; nothing for what is not numbers or strings."""
     if isinstance(data, (list, tuple)):
@@ -49,7 +57,7 @@ def chunks(data: Any, name: str) -> Iterator[tuple[int, Values]]:
             try:
                 arrays = {start: pa.array(rows)}
             except (pa.ArrowInvalid, pa.ArrowTypeError):  # of several types
-                arrays = {start + i: pa.array([value]) for i, value in enumerate(rows)}
+                arrays = {start + i: array for i, value in enumerate(rows) if (array := _single(value)) is not None}
             yield from _known(arrays)
         return
     # The table itself is read a hundred times faster than a dataset, but does not know of selected rows.

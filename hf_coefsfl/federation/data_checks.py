@@ -144,8 +144,11 @@ class RowCheck:
         wanted, every = self._wanted(name, kind, listed), np.ones(len(flat), dtype=bool)
         if wanted is None:
             return None
-        need = f"a class is a whole number 0..{count - 1}" if wanted in ("class", "tag") else "a number is needed"
+        need = "a number is needed" if wanted == "number" else "a whole number is needed"
+        need = f"a class is a whole number 0..{count - 1}" if wanted in ("class", "tag") else need
         cast = f'Cast the column: dataset.cast_column({name!r}, Value("int64")).'
+        if wanted == "classes":
+            need, cast = f"a sample has {count} floats, 1.0 or 0.0", "Make them floats (dataset.map)."
         if kind == "O":
             return _fault(values, every, f"{label} is not a number: {need}. {self._numbering(name, flat)}")
         if kind == "b":

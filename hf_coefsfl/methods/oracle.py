@@ -8,12 +8,11 @@ from typing import ClassVar
 from ..protocol.link import ClientLink
 from ..protocol.messages import Feedback
 from ..protocol.server_side import ServerSide, on_graph
-from .base import Method, option
-from .reuse import FEEDBACK_AT
+from .reuse import AnsweringServer
 
 
 @dataclass
-class Oracle(Method):
+class Oracle(AnsweringServer):
     """g̃ = ∇ₛL(s; θˢ) at the present activations and the round-initial server weights. 2B + 1 transfers.
 
     `feedback_at` as in gradient reuse: with "walk", θˢ is the server that has trained on the s₀ of the batches
@@ -24,13 +23,6 @@ class Oracle(Method):
     title: ClassVar[str] = "Gradient reuse (w/ perfect comp.)"
     table_position: ClassVar[int] = 2
     is_reference: ClassVar[bool] = True
-
-    feedback_at: str = option("initial", "server weights that the gradients are taken at", choices=FEEDBACK_AT)
-
-    @property
-    def full_title(self) -> str:
-        """The paper's name for the paper's method, else with the weights that the gradients are taken at."""
-        return self.title if self.feedback_at == "initial" else f"{self.title}, {self.feedback_at}"
 
     def exchanges_each_batch(self) -> bool:
         """Return True."""

@@ -28,6 +28,18 @@ def paper_factor(batch_size: int) -> float:
     return 3000 * batch_size / 32
 
 
+@dataclass
+class AnsweringServer(Method):
+    """A method whose gradients can be taken at several server weights of the round."""
+
+    feedback_at: str = option("initial", "server weights that the gradients are taken at", choices=FEEDBACK_AT)
+
+    @property
+    def full_title(self) -> str:
+        """The paper's name for the paper's method, else with the weights that the gradients are taken at."""
+        return self.title if self.feedback_at == "initial" else f"{self.title}, {self.feedback_at}"
+
+
 class ReusedFeedback(Method):
     """A client that receives feedback once a round and reuses it at every local update."""
 
@@ -48,7 +60,7 @@ class ReusedFeedback(Method):
 
 
 @dataclass
-class GradientReuse(ReusedFeedback):
+class GradientReuse(AnsweringServer, ReusedFeedback):
     """s₀ up once, g₀ = ∇ₛL(s₀; θˢ) down once, then local updates with g̃ = g₀. 2 transfers.
 
     The base of every method that compensates: override `compensate`, and `feedback` if the server
@@ -64,13 +76,6 @@ class GradientReuse(ReusedFeedback):
     title: ClassVar[str] = "Gradient reuse (w/o comp.)"
     table_position: ClassVar[int] = 3
     is_reference: ClassVar[bool] = True
-
-    feedback_at: str = option("initial", "server weights that the gradients are taken at", choices=FEEDBACK_AT)
-
-    @property
-    def full_title(self) -> str:
-        """The paper's name for the paper's method, else with the weights that the gradients are taken at."""
-        return self.title if self.feedback_at == "initial" else f"{self.title}, {self.feedback_at}"
 
     def can_be_probed(self) -> bool:
         """Return whether the round is the one below, as in the paper."""

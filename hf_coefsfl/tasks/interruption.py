@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -64,12 +65,21 @@ def resuming_command(prog: str, argv: Sequence[str] | None, overwrites: bool = F
     """Return the command that goes on with this run, which may have overwritten another; with the launcher, if any."""
     given = list(sys.argv[1:] if argv is None else argv)
     own = prog.split() if argv is not None else ["python", sys.argv[0]]
-    words = _launched_by() or [*own, *given]
+    words = _without_tokens(_launched_by() or [*own, *given])
     if overwrites:
         words += ["--overwrite_output_dir", "false"]
     if tuple(words[-2:]) != _RESUME:
         words += _RESUME
     return shlex.join(words)
+
+
+def _without_tokens(words: Sequence[str]) -> list[str]:
+    """Return a command line without the values of tokens, which must not get into logs."""
+    kept: list[str] = []
+    for word, before in zip(words, ["", *words[:-1]], strict=True):
+        secret = [re.fullmatch(r"--\w*[-_]token", text) for text in (before, word.partition("=")[0])]
+        kept += ["..." if secret[0] else f"{word.partition('=')[0]}=..." if secret[1] and "=" in word else word]
+    return kept
 
 
 def _is_launched() -> bool:

@@ -26,7 +26,7 @@ from . import Task, TaskArguments
 from .metrics import METRICS
 
 # What recipes set otherwise than `SplitFedConfig`.
-_DEFAULTS = {
+DEFAULTS = {
     "eval_strategy": "steps",
     "eval_steps": 10,
     "save_total_limit": 2,
@@ -116,7 +116,7 @@ def make_parser(
         method=method,
         model_name_or_path=task.model_name_or_path,
         dataset_name=task.dataset_name,
-        **_DEFAULTS,
+        **DEFAULTS,
     )
     parser.add_argument(
         "options_file",

@@ -173,7 +173,9 @@ def paper_share(num_blocks: int) -> int:
 
 def check_folder(config: SplitFedConfig) -> None:
     """Refuse an output folder that holds a run, or a checkpoint that cannot be resumed from, before data is loaded."""
-    wanted = config.resume_from_checkpoint
+    wanted: Any = config.resume_from_checkpoint
+    if isinstance(wanted, bool):  # of a file of options
+        wanted = config.resume_from_checkpoint = LAST if wanted else None
     if wanted is None:
         check_free(config)
     elif wanted != LAST:
@@ -254,7 +256,9 @@ def _which(summary: dict[str, Any]) -> str:
 
 
 def _conclusion(summary: dict[str, Any], folder: str) -> str:
-    scores = ", ".join(f"{title} {value:.1f}" for title, value in summary["scores"].items())
+    scores = ", ".join(
+        f"{title} {'nan' if value is None else f'{value:.1f}'}" for title, value in summary["scores"].items()
+    )
     return (
         f"{summary['title']}, {summary['method']}, {_which(summary)}: {scores}. {summary['mib']:.1f} MiB "
         f"in {summary['transfers']} transfers crossed the cut at block {summary['cut']} of {summary['num_blocks']}.\n"

@@ -8,6 +8,7 @@ from typing import Any
 from datasets import ClassLabel, Dataset
 from transformers import AutoModelForTokenClassification, AutoTokenizer, DataCollatorForTokenClassification
 
+from ..federation.data_checks import DataError
 from .base import Prepared, load_from_hub_or_folder
 from .classification import TextTask, predicted_class
 from .metrics import IGNORED, class_scores
@@ -50,11 +51,14 @@ class TokenClassification(TextTask):
             own = [numbers.get(tag) for tag in feature.names] if isinstance(feature, ClassLabel) else None
 
             def encode(batch: dict[str, list[Any]], places: list[int]) -> dict[str, list[Any]]:
+                for place, *lists in zip(places, batch["tokens"], batch["tags"], strict=True):
+                    if None in lists:
+                        raise DataError(f"Row {place} of {name} has no {'tokens' if lists[0] is None else 'tags'}.")
                 tokens = processor(batch["tokens"], is_split_into_words=True, truncation=True, max_length=length)
                 found: dict[str, list[Any]] = {key: [] for key in (*tokens, "labels", *kept)}
                 for i, (words, tags) in enumerate(zip(batch["tokens"], batch["tags"], strict=True)):
                     if len(words) != len(tags):
-                        raise ValueError(
+                        raise DataError(
                             f"Row {places[i]} of {name} has {len(words)} words and {len(tags)} tags. Give each word "
                             "one tag."
                         )
@@ -125,7 +129,7 @@ def _number(tag: Any, own: list[int | None] | None, numbers: Mapping[str, int], 
     else:
         found = tag if 0 <= tag < len(numbers) else None
     if found is None:
-        raise ValueError(
+        raise DataError(
             f"Row {row} of {name} has the tag {tag!r}, which is none of the {len(numbers)} classes: "
             f"{', '.join(list(numbers)[:5])} ..."
         )

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from accelerate.utils import find_batch_size, recursively_apply
+from datasets import Dataset
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
-from ..federation.data_checks import RowCheck, unreadable_row
+from ..federation.data_checks import DataError, RowCheck, unreadable_row
 
 
 class EvaluatingTrainer(Trainer):
@@ -30,7 +31,7 @@ class EvaluatingTrainer(Trainer):
         data: Any = self.eval_dataset
         named = data if isinstance(data, Mapping) else {"": data}
         for name, dataset in named.items():
-            if not hasattr(dataset, "column_names"):
+            if not isinstance(dataset, Dataset):
                 collate = self._get_collator_with_removed_columns(self.data_collator, "evaluation")
             else:
                 dataset, collate = self._remove_unused_columns(dataset, "evaluation"), self.data_collator
@@ -42,12 +43,16 @@ class EvaluatingTrainer(Trainer):
         self._evaluated = 0
         try:
             return super().evaluation_loop(dataloader, description, *args, **kwargs)
+        except DataError:
+            raise
         except Exception as error:
-            data, size = dataloader.dataset, self.args.eval_batch_size
-            rows = range(self._first_row(), len(data)) if hasattr(data, "__len__") else ()
+            data: Any = dataloader.dataset
+            size = self.args.eval_batch_size
+            indexed = hasattr(data, "__len__") and not isinstance(data, IterableDataset)
+            rows = range(self._first_row(), len(data)) if indexed else ()
             # Accelerate reads a batch ahead, and each worker two.
             ahead = size * self.accelerator.num_processes * (2 + 2 * self.args.dataloader_num_workers)
-            told = unreadable_row(rows[:ahead], lambda row: self.data_collator([data[row]]), "the evaluation data")
+            told = unreadable_row(rows[:ahead], lambda row: dataloader.collate_fn([data[row]]), "the evaluation data")
             if told is None:
                 raise
             raise told from error

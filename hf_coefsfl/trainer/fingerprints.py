@@ -123,6 +123,8 @@ def _add(checksum: Any, value: Any) -> None:
             _add(checksum, item)
     elif isinstance(value, (list, tuple, str, bytes, Number, type(None))):
         checksum.update(repr(value).encode())
+    elif getattr(getattr(value, "dtype", None), "hasobject", False):  # whose bytes are addresses
+        _add(checksum, value.tolist())
     elif hasattr(value, "tobytes"):  # an image
         checksum.update(value.tobytes())
     else:

@@ -91,7 +91,9 @@ def identity_of(trainer: SplitFedTrainer) -> Record:
 
 
 def _method(args: SplitFedConfig) -> Record:
-    method: Record = {"method": args.method, "method option": args.make_method().effective_options()}
+    method: Record = {"method": args.method}
+    if options := args.make_method().effective_options():  # else those of another method would be parts of nothing
+        method["method option"] = options
     return method if args.method == WARM_UP_METHOD else method | {"warmup_rounds": args.warmup_rounds}
 
 
@@ -159,7 +161,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Record:
     """Return settings without nesting, with values that JSON has."""
     flat: Record = {}
     for name, value in settings.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             flat |= _flat(value, f"{prefix}{name} ")
         else:
             flat[f"{prefix}{name}"] = _plain(value)
@@ -202,7 +204,7 @@ def compare(before: Record, now: Record) -> Differences:
     """Compare the record of a checkpoint with that of the present run.
 
     A setting that only one of them has comes from another version of a package, or belongs to another setting that
-    differs: it is told.
+    differs: it is told. But a part of a setting that the other has as a whole, as None or empty, decides.
     """
     found: dict[bool, list[str]] = {True: [], False: []}
     for kind in ("decides", "told"):
@@ -210,7 +212,9 @@ def compare(before: Record, now: Record) -> Differences:
         for name in dict.fromkeys([*olds, *news]):
             old, new = olds.get(name, _MISSING), news.get(name, _MISSING)
             if old != new:
-                refused = kind == "decides" and old is not _MISSING and new is not _MISSING
+                whole = name.rpartition(" ")[0]
+                known = (old is not _MISSING or whole in olds) and (new is not _MISSING or whole in news)
+                refused = kind == "decides" and known
                 found[refused].append(f"{name}: {_shown(old)}, now {_shown(new)}")
     return Differences(refused=found[True], told=found[False])
 

@@ -24,10 +24,15 @@ SUMMARY_NAME = "summary.json"  # of a finished run
 # What only a run writes. Weights of the whole model are not among it: the base model may lie in the same folder.
 _WRITTEN = (
     IDENTITY_NAME, SUMMARY_NAME, TRAINER_STATE_NAME, SAFETENSORS_WEIGHTS_NAME, "adapter_config.json",
-    "client/*.safetensors", "server/*.safetensors", LEDGER_NAME, ARGS_NAME, PROBE_NAME, "staleness.png", STATE_NAME,
+    "client/adapter_model.safetensors", "client/adapter_config.json", "server/adapter_model.safetensors",
+    "server/adapter_config.json", LEDGER_NAME, ARGS_NAME, PROBE_NAME, "staleness.png", STATE_NAME,
 )  # fmt: skip
+_SIGNS = (IDENTITY_NAME, SUMMARY_NAME, TRAINER_STATE_NAME, LEDGER_NAME)  # that a run was here
 CARD_TAG = "split-federated-learning"  # in the header of every card
-_ALL_WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, "model-*-of-*.safetensors")
+_ALL_WEIGHTS = (
+    SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, "model-*-of-*.safetensors", "client/*.safetensors",
+    "server/*.safetensors",
+)  # fmt: skip
 
 
 class RunRefused(ValueError):
@@ -60,7 +65,7 @@ def check_free(args: TrainingArguments) -> None:
 
 def remove_run(folder: Path) -> None:
     """Remove what an older run left in a folder, its checkpoints first; other files stay."""
-    if not folder.is_dir():
+    if not folder.is_dir() or not (_checkpoints(folder) or any((folder / name).exists() for name in _SIGNS)):
         return
     patterns = [*_WRITTEN, *(_ALL_WEIGHTS if _trained_all_weights(folder) else ())]
     for path in _checkpoints(folder):
@@ -110,6 +115,13 @@ def _checkpoints(folder: Path) -> list[Path]:
     found = [path for path in folder.iterdir() if is_checkpoint(path)]
     ours = [path for path in found if any((path / name).exists() for name in (SEAL_NAME, LEDGER_NAME))]
     return sorted(ours, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def later_checkpoints(checkpoint: str | Path) -> list[Path]:
+    """Return the checkpoints of more rounds that lie beside one, the newest last."""
+    number = int(Path(checkpoint).name.rpartition("-")[2])
+    beside = _checkpoints(Path(checkpoint).absolute().parent)
+    return [path for path in beside if int(path.name.rpartition("-")[2]) > number]
 
 
 def _trained_all_weights(folder: Path) -> bool:

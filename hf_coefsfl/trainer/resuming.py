@@ -33,6 +33,7 @@ from .output_folder import (
     FolderLock,
     RunRefused,
     check_free,
+    later_checkpoints,
     remove_run,
 )
 
@@ -53,6 +54,7 @@ class ResumingTrainer(Trainer):
     best_round: int | None
     already_finished = False  # the last call of `train` found nothing left to train
     _reports: list[dict[str, float]]
+    _resumed: str | None = None  # the checkpoint that this run goes on from
     _identity: Record | None = None  # of the run that this trainer has begun
     _lock: FolderLock | None = None
 
@@ -68,7 +70,7 @@ class ResumingTrainer(Trainer):
         if self.rounds is None:
             raise ValueError("Training needs a train_dataset.")
         with self.holding_folder():
-            checkpoint = self._in_main_process(lambda: self._begin(resume_from_checkpoint))
+            checkpoint = self._resumed = self._in_main_process(lambda: self._begin(resume_from_checkpoint))
             told = self.args.make_method().defaults_of_run(self.args.per_device_train_batch_size)
             if told and self.is_world_process_zero():
                 logger.info(told)
@@ -121,6 +123,8 @@ class ResumingTrainer(Trainer):
             return checkpoint  # a finished run stays as it is
         else:
             (folder / SUMMARY_NAME).unlink(missing_ok=True)  # of fewer rounds
+            for later in later_checkpoints(checkpoint):  # which "last" would take for this run's
+                clear(later)
         write_identity(identity, folder)
         return checkpoint
 
@@ -139,10 +143,18 @@ class ResumingTrainer(Trainer):
                     f"overwrite_output_dir would delete {checkpoint}, which resume_from_checkpoint={wanted!r} needs. "
                     "Leave one of them out."
                 )
+            later = later_checkpoints(checkpoint)
+            if later and _rounds_done(checkpoint) == self.args.num_rounds:
+                raise RunRefused(
+                    f"{folder} holds a run that came as far as {later[-1].name}, and {checkpoint} is at round "
+                    f"{self.args.num_rounds} of {self.args.num_rounds}. Set num_rounds to more, or give another "
+                    "output_dir."
+                )
             return checkpoint, identity
         before = None if (folder / SUMMARY_NAME).exists() else read_identity(folder)
-        if wanted != LAST or before is None or compare(before, identity).refused:
-            check_free(self.args)  # else it was this run that left no checkpoint, and begins again
+        same = before is not None and before.get("num_rounds") == identity["num_rounds"]
+        if wanted != LAST or before is None or not same or compare(before, identity).refused:
+            check_free(self.args)  # else it was this run that left no checkpoint, and begins again, to the same result
         return checkpoint, identity
 
     def _checkpoint(self, wanted: str | bool | None, folder: Path) -> str | None:
@@ -218,6 +230,11 @@ class ResumingTrainer(Trainer):
         """Take `eval_steps`, `save_steps` and `logging_steps` from the arguments, not from the checkpoint."""
         found = super()._init_training_state(max_steps, *args)
         self.state.compute_steps(self.args, max_steps)
+        best = self.state.best_model_checkpoint
+        if self._resumed is not None and self.state.best_global_step and not (best and Path(best).is_dir()):
+            # The folder was moved, or is named from elsewhere.
+            beside = Path(self._resumed).with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+            self.state.best_model_checkpoint = str(beside) if beside.is_dir() else best
         return found
 
     # ---- Checkpoints ----
@@ -269,7 +286,8 @@ class ResumingTrainer(Trainer):
             super()._load_best_model()
         else:
             self._load_weights(str(self.state.best_model_checkpoint))
-        self.best_round = int(str(self.state.best_model_checkpoint).rpartition("-")[2])
+        if Path(str(self.state.best_model_checkpoint)).is_dir():  # else nothing was loaded
+            self.best_round = int(str(self.state.best_model_checkpoint).rpartition("-")[2])
 
     def _load_weights(self, folder: str) -> None:
         """Load an unsplit model. `from_pretrained` knows the names that `save_pretrained` writes; Trainer does not."""

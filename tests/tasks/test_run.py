@@ -218,6 +218,8 @@ def test_the_command_that_goes_on_names_the_launcher(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "argv", ["recipes/mnli_coefj.py", "--seed", "1"])
     last = " --resume_from_checkpoint last"
     assert resuming_command("mnli_coefj.py", None) == f"python recipes/mnli_coefj.py --seed 1{last}"
+    secret = resuming_command("coefsfl train mnli", ["--hub_token", "hf_x", "--hub-token=hf_y", "--seed", "1"])
+    assert secret == f"coefsfl train mnli --hub_token ... --hub-token=... --seed 1{last}"
     assert resuming_command("coefsfl train mnli", last.split()) == f"coefsfl train mnli{last}"
     overwriting = resuming_command("coefsfl train mnli", ["--overwrite_output_dir", "true"], overwrites=True)
     assert overwriting.endswith(f" true --overwrite_output_dir false{last}")

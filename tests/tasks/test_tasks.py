@@ -28,6 +28,7 @@ def test_hub_ids_and_columns() -> None:
         "food101": ("ethz/food101", None),
         "tiny_imagenet": ("zh-plus/tiny-imagenet", None),
         "causal_lm": ("trl-lib/tldr", None),
+        "digits": ("digits", None),
     }
     assert TASKS["cifar100"].columns == {"image": "img", "label": "fine_label"}
     assert arguments("newsgroups").max_length == 256

@@ -159,7 +159,7 @@ def test_an_encoder_decoder_with_classes() -> None:
 def test_answers_of_questions() -> None:
     model = BertForQuestionAnswering(BertConfig(vocab_size=40, **SIZES))
     data = rows([0, 1, 2, 3], "start_positions").add_column("end_positions", [1.5, 2.0, 2.0, 3.0])
-    refused("Label 1.5 of client 0, row 0, is a float: a number is needed", [data], model)
+    refused("Label 1.5 of client 0, row 0, is a float: a whole number is needed", [data], model)
 
 
 @pytest.mark.parametrize(

@@ -189,3 +189,11 @@ def test_trained_weights_do_not_count() -> None:
 
 def test_texts_have_an_identity(tmp_path: Path) -> None:
     assert of_datasets([texts()]) == of_datasets([texts()]) != of_datasets([texts(seed=1)])
+
+
+def test_a_part_of_a_setting_that_was_none_or_empty_decides(record: Record) -> None:
+    before, now = copy.deepcopy(record), copy.deepcopy(record)
+    before["decides"] |= {"schedule": None, "pattern": "{}"}
+    now["decides"] |= {"schedule num_cycles": 2, "pattern q": 32}
+    found = compare(before, now)
+    assert found.refused == ["schedule num_cycles: not recorded, now 2", "pattern q: not recorded, now 32"]

@@ -210,3 +210,30 @@ def test_the_folder_is_held_as_long_as_it_trains(tmp_path: Path) -> None:
     assert refused == [1]
     with FolderLock(tmp_path):
         pass
+
+
+def test_a_half_that_no_run_wrote_stays(tmp_path: Path) -> None:
+    """`coefsfl split` leaves it for the clients, in the folder that the server's run is to use."""
+    (tmp_path / "client").mkdir()
+    (tmp_path / "client" / "model.safetensors").write_bytes(b"half")
+    remove_run(tmp_path)
+    finished(tmp_path)
+    trainer(tmp_path, **SAVED | {"overwrite_output_dir": True}).train()
+    assert (tmp_path / "client" / "model.safetensors").read_bytes() == b"half"
+    assert not (tmp_path / "client" / "adapter_model.safetensors").exists()
+
+
+def test_an_earlier_checkpoint_leaves_no_later_one_to_be_picked_up(tmp_path: Path) -> None:
+    finished(tmp_path, num_rounds=3)
+    with pytest.raises(RunRefused, match=r"came as far as checkpoint-3, and .*checkpoint-2 is at round 2 of 2"):
+        trainer(tmp_path, **SAVED).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    again = trainer(tmp_path, **SAVED | {"num_rounds": 5}, callbacks=[Stop(2)])
+    with pytest.raises(KeyboardInterrupt):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert last_complete(str(tmp_path)) == str(tmp_path / "checkpoint-1")
+
+
+def test_a_finished_run_without_checkpoints_is_not_begun_again_with_more_rounds(tmp_path: Path) -> None:
+    finished(tmp_path, save_strategy="no")
+    with pytest.raises(RunRefused, match="holds a run already"):
+        trainer(tmp_path, **SAVED | {"save_strategy": "no", "num_rounds": 3}).train(resume_from_checkpoint="last")
