@@ -52,6 +52,9 @@ class Timed:
         self.results = json.loads((folder / "results.json").read_text())
         self.runs: dict[str, Any] = self.results["runs"]
 
+    def seed(self, run: str) -> int:
+        return int(self.runs[run]["options"]["seed"])
+
     def curve(self, run: str, link: Network) -> list[tuple[float, float]]:
         """Return (seconds so far, score) for each evaluated round."""
         summary, options = self.runs[run], self.runs[run]["options"]
@@ -95,13 +98,16 @@ def main() -> None:
     arguments = parser.parse_args()
     timed = Timed(arguments.folder, arguments.client_speed, arguments.server_speed)
     settings = [setting for setting in timed.results["settings"] if setting["runs"]]
+    seeds = set.intersection(*({timed.seed(run) for run in setting["runs"]} for setting in settings))
+    for setting in settings:  # the same seeds of all, if some have more already
+        setting["runs"] = [run for run in setting["runs"] if timed.seed(run) in seeds]
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     rows: dict[str, dict[str, Any]] = {}
     for setting in settings:
-        scores = next(iter(setting["scores"].values()))
         of_runs = [timed.runs[run] for run in setting["runs"]]
+        score = mean(next(iter(run["scores"].values())) for run in of_runs)
         rows[setting["name"]] = {
-            "method": setting["name"], "seeds": len(of_runs), "accuracy, %": f"{scores['mean']:.1f}",
+            "method": setting["name"], "seeds": len(of_runs), "accuracy, %": f"{score:.1f}",
             "MiB": f"{mean(run['mib'] for run in of_runs):.1f}",
             "transfers": f"{mean(run['transfers'] for run in of_runs):.0f}",
         }  # fmt: skip
