@@ -41,9 +41,10 @@ if TYPE_CHECKING:
     from .cost import Cost, CostModel, Round
 
 CLIENT, SERVER = 0, 1
-# Files whose size hardly depends on the run, as `save_model` and a checkpoint write them: the model card and
-# training_args.json; optimizer.pt, scheduler.pt, rng_state.pth, training_args.json, README.md and sealed.json.
-SAVED_BYTES, CHECKPOINT_BYTES = 8_000, 27_500
+# Files whose size hardly depends on the run, as `save_model` and a checkpoint write them: the model card,
+# training_args.json, run.json and the halves' config.json; optimizer.pt, scheduler.pt, rng_state.pth,
+# training_args.json, run.json, README.md and sealed.json.
+SAVED_BYTES, CHECKPOINT_BYTES = 13_500, 31_700
 LOG_BYTES = 530  # of trainer_state.json for each logged round
 
 

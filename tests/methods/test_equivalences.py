@@ -107,7 +107,7 @@ def test_clipping_bounds_both_sides() -> None:
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        ("coefj", {}, r"Unknown method 'coefj'.*coef_d, coef_j.*, vanilla"),
+        ("coefj", {}, r"Unknown method 'coefj'. Did you mean coef_j.*: vanilla, .*coef_d, coef_j"),
         ("coef_d", {"lam": 3}, r"no option 'lam'.*compensation_factor \(default None\)"),
         ("coef_d", {"compensation_factor": "big"}, r"must be float or None, got 'big' \(str\)"),
         ("coef_d", {"compensation_factor": -1}, r"finite number >= 0 or None, got -1"),
