@@ -1,31 +1,64 @@
-"""Files that are complete or absent."""
+"""Files that are complete or absent, and disks that do not take them."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+# What a disk answers that takes no more, or nothing from this user.
+_DISK = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+)  # fmt: skip
+_WRITER = r"enforce fail at inline_container\.cc(?!.*Reader)|PytorchStreamWriter failed"  # of torch.save
 
-def write_atomically(path: Path, content: str | bytes, sync: bool = False) -> None:
-    """Write a file so that a reader, or a kill, never finds half of it; `sync` waits until it is on the disk."""
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that a reader, a kill or a power cut never finds half of it; return when it is on the disk."""
     data = content.encode() if isinstance(content, str) else content
     name = path.parent / f".{path.name}.{secrets.token_hex(8)}"
     handle = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)  # less the user's umask
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException:
         name.unlink(missing_ok=True)
         raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or which files a folder holds, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def disk_fault(error: BaseException) -> str | None:
+    """Return why the disk refused to write, or None if an error has another reason.
+
+    Safetensors and PyTorch hide the number of the operating system in an error of their own.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    place = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
+    found = re.search(r"\(os error (\d+)\)|Os \{ code: (\d+)", str(error))
+    if number is None and found is not None and type(error).__module__.startswith("safetensors"):
+        number = int(found[1] or found[2])
+    if number is None and isinstance(error, RuntimeError) and re.search(_WRITER, str(error)):
+        return str(error).partition("strerror: ")[2] or "a file could not be written in full"
+    return f"{os.strerror(number)}{place}" if number in _DISK else None
 
 
 def to_json(content: Any) -> str:

@@ -43,7 +43,7 @@ _SHARDING = {
 }
 
 
-@dataclass
+@dataclass(repr=False)  # that of TrainingArguments masks tokens
 class SplitFedConfig(TrainingArguments):
     r"""Arguments of [`SplitFedTrainer`]: those of the federation, and every argument of `TrainingArguments`.
 

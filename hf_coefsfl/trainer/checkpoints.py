@@ -9,13 +9,22 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from .._io import to_json, write_atomically
+from .._io import sync, to_json, write_atomically
 
 logger = logging.getLogger(__name__)
 SEAL_NAME = "sealed.json"
+LEDGER_NAME = "communication.json"
+# What a seal must name: these, one of the weights, and every file there of these kinds.
+_NEEDED = (TRAINER_STATE_NAME, LEDGER_NAME)
+_WEIGHTS = (SAFETENSORS_WEIGHTS_NAME, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+_KINDS = ("*.safetensors", "*.json", "*.pt", "*.pth")
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -30,13 +39,15 @@ def clear(folder: Path) -> None:
 
 
 def seal(folder: Path) -> None:
-    """Mark a checkpoint as complete. Its files reach the disk before the seal does."""
+    """Mark a checkpoint as complete. Its files reach the disk before the seal does, and the folder with them."""
     files = {}
     for path in sorted(folder.rglob("*")):
+        sync(path)
         if path.is_file() and path.name != SEAL_NAME:
             name = path.relative_to(folder).as_posix()
             files[name] = {"bytes": path.stat().st_size, "sha256": _checksum(path)}
-    write_atomically(folder / SEAL_NAME, to_json(files), sync=True)
+    write_atomically(folder / SEAL_NAME, to_json(files))
+    sync(folder.parent)
 
 
 def fault(folder: Path) -> str | None:
@@ -44,11 +55,19 @@ def fault(folder: Path) -> str | None:
     if not folder.is_dir():
         return "there is no such folder"
     try:
-        sealed = json.loads((folder / SEAL_NAME).read_text(encoding="utf-8"))
+        sealed = json.loads((folder / SEAL_NAME).read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except FileNotFoundError:
         return f"it has no {SEAL_NAME}: its writing was interrupted"
-    except ValueError:
+    except (OSError, ValueError, RecursionError):
         return f"its {SEAL_NAME} cannot be read"
+    if not isinstance(sealed, dict) or not all(map(_is_entry, sealed.values())):
+        return f"its {SEAL_NAME} is damaged"
+    written = {path.relative_to(folder).as_posix() for kind in _KINDS for path in folder.rglob(kind)}
+    unnamed = sorted({*_NEEDED, *written} - {*sealed, SEAL_NAME})
+    if unnamed:
+        return f"its {SEAL_NAME} does not name {unnamed[0]}"
+    if not any(name in sealed for name in _WEIGHTS):
+        return f"its {SEAL_NAME} names no weights"
     for name, expected in sealed.items():
         path = folder / name
         if not path.is_file():
@@ -58,6 +77,17 @@ def fault(folder: Path) -> str | None:
         if _checksum(path) != expected["sha256"]:
             return f"the content of {name} has changed"
     return None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; a name that stands there twice has taken another's place."""
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a name stands there twice")
+    return dict(pairs)
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"}
 
 
 def last_complete(output_dir: str | os.PathLike[str]) -> str | None:
@@ -73,10 +103,8 @@ def last_complete(output_dir: str | os.PathLike[str]) -> str | None:
 
 
 def _checksum(path: Path) -> str:
-    """Return the SHA-256 of a file, after it has reached the disk."""
     checksum = hashlib.sha256()
     with path.open("rb") as file:
-        os.fsync(file.fileno())
         while part := file.read(1 << 20):
             checksum.update(part)
     return checksum.hexdigest()

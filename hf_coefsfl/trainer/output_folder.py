@@ -11,12 +11,11 @@ from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from .checkpoints import SEAL_NAME, clear, is_checkpoint
+from .checkpoints import LEDGER_NAME, SEAL_NAME, clear, is_checkpoint
 from .identity import IDENTITY_NAME, read_identity
 from .model_card import CARD_NAME, PLOT_NAME
 
 LOCK_NAME = ".lock"
-LEDGER_NAME = "communication.json"
 ARGS_NAME = "training_args.json"
 PROBE_NAME = "staleness.json"
 STATE_NAME = "method_state.safetensors"  # what a method keeps beside the model

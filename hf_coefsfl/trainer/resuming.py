@@ -22,11 +22,10 @@ from ..analysis.staleness import StalenessProbe, load_probe
 from ..config import SplitFedConfig
 from ..federation.ledger import Ledger
 from ..federation.server import ServerRounds
-from .checkpoints import clear, fault, last_complete, seal
+from .checkpoints import LEDGER_NAME, clear, fault, last_complete, seal
 from .identity import Record, compare, identity_of, read_identity, schedule_changes, write_identity
 from .output_folder import (
     ARGS_NAME,
-    LEDGER_NAME,
     PROBE_NAME,
     STATE_NAME,
     SUMMARY_NAME,

@@ -27,11 +27,16 @@ def options(**more: Any) -> dict[str, Any]:
     return {"num_rounds": ROUNDS, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, **more}
 
 
+WEIGHTS = "adapter_model.safetensors"
+
+
 @pytest.fixture
 def sealed(tmp_path: Path) -> Path:
     folder = tmp_path / "checkpoint-7"
     (folder / "inner").mkdir(parents=True)
-    (folder / "weights").write_bytes(b"0123456789")
+    (folder / WEIGHTS).write_bytes(b"0123456789")
+    for name in ("trainer_state.json", "communication.json", "rng_state_0.pth", "rng_state_1.pth"):
+        (folder / name).write_text(name)
     (folder / "inner" / "state").write_bytes(b"abc")
     seal(folder)
     return folder
@@ -39,11 +44,13 @@ def sealed(tmp_path: Path) -> Path:
 
 def test_whole(sealed: Path) -> None:
     assert fault(sealed) is None and last_complete(sealed.parent) == str(sealed)
-    assert sorted(json.loads((sealed / SEAL_NAME).read_text())) == ["inner/state", "weights"]
+    named = sorted(json.loads((sealed / SEAL_NAME).read_text()))
+    files = [path.relative_to(sealed).as_posix() for path in sealed.rglob("*") if path.is_file()]
+    assert named == sorted(set(files) - {SEAL_NAME}) and "inner/state" in named
 
 
 def truncate(folder: Path) -> None:
-    (folder / "weights").write_bytes(b"0123")
+    (folder / WEIGHTS).write_bytes(b"0123")
 
 
 def flip_a_bit(folder: Path) -> None:
@@ -51,7 +58,7 @@ def flip_a_bit(folder: Path) -> None:
 
 
 def lose_a_file(folder: Path) -> None:
-    (folder / "weights").unlink()
+    (folder / WEIGHTS).unlink()
 
 
 def break_the_seal(folder: Path) -> None:
@@ -65,9 +72,9 @@ def never_sealed(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (truncate, "weights has 4 bytes instead of 10"),
+        (truncate, "adapter_model.safetensors has 4 bytes instead of 10"),
         (flip_a_bit, "the content of inner/state has changed"),
-        (lose_a_file, "weights is missing"),
+        (lose_a_file, "adapter_model.safetensors is missing"),
         (break_the_seal, "its sealed.json cannot be read"),
         (never_sealed, "its writing was interrupted"),
     ],
@@ -80,6 +87,60 @@ def test_broken(sealed: Path, damage: Callable[[Path], None], message: str, capl
     with caplog.at_level(logging.WARNING):
         assert last_complete(sealed.parent) == str(older)
     assert str(sealed) in caplog.text and message in caplog.text  # named, with the reason
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "{}", "7", '"a"', "[" * 100_000, '{"a": null}', '{"a": {}}', "\0"])
+def test_seals_that_are_none(sealed: Path, content: str) -> None:
+    (sealed / SEAL_NAME).write_text(content)
+    assert SEAL_NAME in str(fault(sealed)) and last_complete(sealed.parent) is None
+
+
+def test_a_seal_names_every_file_that_is_needed(sealed: Path) -> None:
+    whole = json.loads((sealed / SEAL_NAME).read_text())
+    for name in set(whole) - {"inner/state"}:
+        (sealed / SEAL_NAME).write_text(json.dumps({key: entry for key, entry in whole.items() if key != name}))
+        assert f"does not name {name}" in str(fault(sealed))
+    for lost, message in (("trainer_state.json", "does not name trainer_state.json"), (WEIGHTS, "names no weights")):
+        copied = sealed.with_name("checkpoint-8")
+        shutil.copytree(sealed, copied)
+        (copied / lost).unlink()
+        seal(copied)
+        assert message in str(fault(copied))
+        shutil.rmtree(copied)
+
+
+def test_no_flipped_bit_of_a_seal_goes_unnoticed(sealed: Path) -> None:
+    seal_file = sealed / SEAL_NAME
+    whole = seal_file.read_bytes()
+    spaces = {i for i, byte in enumerate(whole) if byte in b" \n"}  # between the words, where a tab is as good
+    for i, bit in itertools.product(range(0, len(whole), 11), range(8)):
+        seal_file.write_bytes(whole[:i] + bytes([whole[i] ^ 1 << bit]) + whole[i + 1 :])
+        assert i in spaces or fault(sealed) is not None, (i, bit)
+    seal_file.write_bytes(whole.replace(b"rng_state_0", b"rng_state_1"))  # one bit, and a name that is there twice
+    assert fault(sealed) is not None
+
+
+def test_a_checkpoint_is_on_the_disk_before_an_older_one_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files, the folders that hold them and the output folder; so are ledger and settings."""
+    events: list[str] = []
+    fsync, rmtree, replace = os.fsync, shutil.rmtree, os.replace
+
+    def path_of(handle: int) -> str:
+        return os.readlink(f"/proc/self/fd/{handle}")
+
+    monkeypatch.setattr(os, "fsync", lambda handle: (events.append(f"sync {path_of(handle)}"), fsync(handle))[1])
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append(f"sealed {b}"), replace(a, b))[1])
+    monkeypatch.setattr(shutil, "rmtree", lambda path, *a, **k: (events.append(f"delete {path}"), rmtree(path, *a))[1])
+    trainer(tmp_path, **options(num_rounds=2, save_total_limit=1)).train()
+    new, deleted = tmp_path / "checkpoint-2", events.index(f"delete {tmp_path / 'checkpoint-1'}")
+    sealed = events.index(f"sealed {new / SEAL_NAME}")
+    for path in new.rglob("*"):
+        if path.name != SEAL_NAME:
+            assert f"sync {path}" in events[:sealed], path
+    assert {f"sync {new}", f"sync {tmp_path}"} <= set(events[sealed:deleted])
+    assert f"sync {tmp_path}" in events[events.index(f"sealed {tmp_path / 'communication.json'}") :]
 
 
 def test_numbers_not_names_decide_which_is_last(sealed: Path) -> None:

@@ -1,6 +1,7 @@
 """Pushing and loading over HTTP, on a Hub of this machine; `pushed.py` does it, in a process of its own."""
 
 import json
+import logging
 import os
 import re
 import shlex
@@ -112,6 +113,14 @@ def test_no_file_and_no_log_has_the_token(done: dict[str, Any]) -> None:
     assert len(files) > 50 and not [path for path in files if TOKEN.encode() in path.read_bytes()]
     assert "authenticated: True" in done["output"] and TOKEN not in done["output"]
     assert done["during_training"]["arguments"]["hub_token"] == "<HUB_TOKEN>"
+
+
+def test_no_text_of_a_config_has_the_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    args = config(tmp_path, hub_token="hf_secret")
+    logging.getLogger("a user's").warning("%s %r", args, args)
+    texts = [repr(args), str(args), f"{args}", args.to_json_string(), str(args.to_dict()), caplog.text]
+    assert not [text for text in texts if "hf_secret" in text] and "hub_token=<HUB_TOKEN>" in repr(args)
+    assert "method=coef_j" in repr(args) and args.hub_token == "hf_secret"
 
 
 @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints", "never"])
