@@ -166,6 +166,7 @@ class Deployment(ServerRounds):
         for client in [c for c in clients if reports[c].failure == NOT_NEEDED]:
             logger.info("Round %d, client %s: %s.", round_index + 1, self.clients.name(client), NOT_NEEDED)
             del reports[client]
+        self.roster.note({client: report.failure is None for client, report in reports.items()})
         trained = {client: t for client in reports if (t := outcomes[client][1]) is not None}
         self.average(round_index, reports, trained, dict.fromkeys(reports, 0), initial)
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,4 +1,9 @@
-"""Which node is which client: asked once, remembered, and not to be taken over."""
+"""Which node is which client: asked, remembered, and who has a number that several nodes claim.
+
+Flower gives a node a new id whenever it starts, unless its key is registered with the SuperLink: then the id is the
+key's. A key that the operator has registered with `--name 3` is client 3 and no other, and no other node keeps that
+number from it. Numbers without such a key belong to whoever comes first, until that node is gone or fails in a round.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +21,23 @@ from .wire import PROTOCOL, TransferError, header_of, integer, text
 
 logger = logging.getLogger(__name__)
 _MOST_SAMPLES = 2**40
-# Seconds: how long rounds wait for an introduction, how long it may take, and when one that failed is asked for again.
+# Seconds: how long rounds wait for introductions, how long one may take, and when one that failed is asked for again.
 _GRACE, _PATIENCE, _AGAIN = 60.0, 3600.0, 120.0
 _MOST_CLIENTS = 10**6
 
 
+class Taken(TransferError):
+    """A number belongs to another node for now."""
+
+
 @dataclass(frozen=True)
 class Member:
-    """A client that has introduced itself."""
+    """A client that has introduced itself; `registered`: the operator has registered its key for this number."""
 
     node: int
     name: str
     num_samples: int
+    registered: bool = False
 
 
 class Roster:
@@ -41,10 +52,14 @@ class Roster:
     def __init__(self, courier: Courier, half: str, num_clients: int | None):
         self.courier, self.half, self._num_clients = courier, half, num_clients
         self.members: dict[int, Member] = {}
+        self._failed: set[int] = set()  # clients whose last round came to nothing
+        self._claims: dict[int, dict[str, Any]] = {}  # what nodes say that wait for a number, in order of arrival
         self._refused: dict[int, float] = {}  # nodes, and when they are asked again
+        self._reasons: dict[int, str] = {}  # why nodes were not taken on when they last asked
         self._asked: dict[int, float] = {}  # since when nodes are asked who they are
+        self._met: set[int] = set()  # nodes that were asked before
         self._answers: dict[int, Any] = {}
-        self._online: set[int] = set()
+        self._online: dict[int, str] = {}  # nodes, and the names that their keys are registered with
 
     def close(self) -> None:
         """Fix the number of clients if it was not given: as many as are there now."""
@@ -67,17 +82,24 @@ class Roster:
         """Return the clients whose node was there at the last look."""
         return [client for client, member in sorted(self.members.items()) if member.node in self._online]
 
+    def note(self, succeeded: Mapping[int, bool]) -> None:
+        """Take note of a round. Who failed is asked again who it is, and loses its number to a node that claims it."""
+        for client, well in succeeded.items():
+            (self._failed.discard if well else self._failed.add)(client)
+
     def wait_for(self, least: int, seconds: float) -> bool:
         """Look for nodes until so many clients are there; return whether they are.
 
-        Those who are being asked who they are get some time to answer, and are taken on later if they need more.
+        Those who are asked for the first time get some time to answer, and are taken on later if they need more.
         """
         end, logged = time.monotonic() + seconds, time.monotonic()
+        enough = math.inf  # since when
         while True:
             self.refresh()
             there = len(self.online())
             now = time.monotonic()
-            if there >= least and all(now - since > _GRACE for since in self._asked.values()):
+            enough = min(enough, now) if there >= least else math.inf
+            if now - enough > _GRACE or (there >= least and all(now - t > _GRACE for t in self._asked.values())):
                 return True
             if now >= end:
                 return there >= least
@@ -88,33 +110,46 @@ class Roster:
 
     def refresh(self) -> None:
         """Look who is there, ask those who are new who they are, and take on those who have answered."""
-        self._online = set(self.courier.nodes())
-        self._refused = {
-            node: until for node, until in self._refused.items() if node in self._online and time.monotonic() < until
-        }
-        known = {member.node for member in self.members.values()} | self._refused.keys() | self._asked.keys()
-        for node in sorted(self._online - known):
-            self._asked[node] = time.monotonic()
+        self._online = self.courier.nodes()
+        now = time.monotonic()
+        self._refused = {node: until for node, until in self._refused.items() if node in self._online and now < until}
+        self._claims = {node: header for node, header in self._claims.items() if node in self._online}
+        sound = {member.node for client, member in self.members.items() if client not in self._failed}
+        known = sound | self._refused.keys() | self._asked.keys() | self._claims.keys()
+        for node in sorted(self._online.keys() - known):
+            self._asked[node] = -math.inf if node in self._met else now  # rounds wait for the first answer only
+            self._met.add(node)
             threading.Thread(target=self._ask, args=(node,), daemon=True).start()
-        for node in sorted(self._answers):
-            answer = self._answers.pop(node)
-            del self._asked[node]
+        answers = self._claims | {node: self._answers.pop(node) for node in sorted(self._answers)}
+        for node, answer in answers.items():
+            self._asked.pop(node, None)
             try:
                 if isinstance(answer, Exception):
                     raise answer
                 self._admit(node, answer)
+                self._claims.pop(node, None)
+                self._reasons.pop(node, None)
+            except Taken as error:
+                self._claims[node] = answer
+                self._tell(node, error)
             except Exception as error:
-                # What it says of itself does not change while it is there; an error may pass.
-                again = math.inf if isinstance(error, TransferError) else time.monotonic() + _AGAIN
-                self._refused[node] = again
-                logger.warning("Node %d is not taken on: %s.", node, one_line(error))
+                self._claims.pop(node, None)
+                self._refused[node] = now + _AGAIN
+                self._tell(node, error)
+
+    def _tell(self, node: int, error: Exception) -> None:
+        reason = one_line(error)
+        if self._reasons.get(node) != reason:
+            later = " for now" if isinstance(error, Taken) else ""
+            logger.warning("Node %d is not taken on%s: %s.", node, later, reason)
+        self._reasons[node] = reason
 
     def _ask(self, node: int) -> None:
         try:
             reply = self.courier.ask(node, "query.hello", {"protocol": PROTOCOL}, None, Deadline(_PATIENCE))
             self._answers[node] = header_of(reply)
-        except Exception as error:
-            self._answers[node] = error
+        except BaseException as error:  # an answer, too: who waits for it must not wait for ever
+            self._answers[node] = error if isinstance(error, Exception) else TransferError(repr(error))
 
     def _admit(self, node: int, header: dict[str, Any]) -> None:
         client, name, samples = integer(header, "client"), text(header, "name"), integer(header, "num_samples")
@@ -126,15 +161,33 @@ class Roster:
             raise TransferError(f"it says it has {samples} samples")
         if not _is_printable(name):
             raise TransferError("its name is empty, too long, or not printable")
+        if name.isdecimal() and name != str(client):
+            raise TransferError(f"it says it is called {name!r}, which another client is")
         if text(header, "half") != self.half:
             raise TransferError("its half of the model is not this run's: give it the folder of `coefsfl split`")
-        taken = {other: {member.name, str(other)} for other, member in self.members.items() if other != client}
-        if any(name in names for names in taken.values()):
-            raise TransferError(f"it says it is called {name!r}, which another client is")
+        number = self._online.get(node, "")
+        registered = number.isascii() and number.isdecimal()
+        if registered and int(number) != client:
+            raise TransferError(f"it says it is client {client}, its key is registered as client {int(number)}")
         present = self.members.get(client)
-        if present is not None and present.node in self._online:
-            raise TransferError(f"it says it is client {client}, which is node {present.node}")
-        self.members[client] = Member(node, name, samples)
+        if present is not None and present.node != node:
+            if not self._gives_way(client, present, registered):
+                raise Taken(f"it says it is client {client}, which is node {present.node}")
+            logger.info("Client %d is node %d from now on. It was node %d.", client, node, present.node)
+        others = {c: member for c, member in self.members.items() if c != client and member.node != node}
+        if any(member.name == name for member in others.values()):
+            logger.warning(
+                "Client %d says it is called %r, which another client is: it keeps its number.", client, name
+            )
+            name = str(client)
+        self.members = others | {client: Member(node, name, samples, registered)}
+        self._failed.discard(client)
+
+    def _gives_way(self, client: int, present: Member, registered: bool) -> bool:
+        """Whether a node loses its number to another that claims it, whose key is or is not registered for it."""
+        if registered != present.registered:
+            return registered
+        return present.node not in self._online or client in self._failed
 
 
 def one_line(error: Exception) -> str:

@@ -61,9 +61,9 @@ class Courier:
         self.grid = grid
         self.broken: Exception | None = None  # what Flower itself raised: no client's fault
 
-    def nodes(self) -> list[int]:
-        """Return the nodes that are there."""
-        return list(self.grid.get_node_ids())
+    def nodes(self) -> dict[int, str]:
+        """Return the nodes that are there, and the names that the operator has registered their keys with, if any."""
+        return {node.node_id: node.name for node in self.grid.get_nodes()}
 
     def ask(
         self, node: int, kind: str, header: Mapping[str, Any], chunk: bytes | None, deadline: Deadline

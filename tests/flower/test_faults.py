@@ -15,6 +15,7 @@ from safetensors.torch import load, save
 
 from hf_coefsfl.federation.server import ServerRounds
 from hf_coefsfl.federation.simulation import Simulation
+from hf_coefsfl.flower.roster import Roster
 from hf_coefsfl.flower.server import serve
 from hf_coefsfl.flower.transport import Courier, Deadline
 from hf_coefsfl.flower.wire import chunk_of, content, header_of
@@ -206,7 +207,7 @@ def test_over_sampling_ends_without_the_slowest(tmp_path: Path, caplog: pytest.L
     assert "not needed, enough others have answered" in caplog.text
 
 
-def test_who_is_not_taken_on(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_is_not_taken_on(site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second node with the same number, a number beyond the run's, data that is not there or unfit, another half."""
     config = site.run_config(num_rounds=1)
     other = Site(site.folder / "other")
@@ -217,8 +218,19 @@ def test_who_is_not_taken_on(site: Site, caplog: pytest.LogCaptureFixture) -> No
     nodes += [site.node_config(1) | {"name": "0"}]
     site.save([{"text": "the cat", "label": label} for label in ("0", "my secret")], site.folder / "odd/train.parquet")
     nodes += [site.node_config(1) | {"dataset": str(site.folder / "odd"), "name": "Bern"}]
-    grid = LocalGrid(config, nodes)
-    trainer = serve(grid, config)
+    admit, here = Roster._admit, threading.Event()
+
+    def noted(self: Roster, node: int, header: dict[str, Any]) -> None:
+        admit(self, node, header)
+        if len(self.members) == 2:
+            here.set()
+
+    def late(node: int, message: Message, reply: Message) -> Message:  # whoever comes first takes a number
+        assert node < 102 or here.wait(LONG)
+        return reply
+
+    monkeypatch.setattr(Roster, "_admit", noted)
+    trainer = serve(LocalGrid(config, nodes, late), config)
     assert [e["client"] for e in trainer.ledger.entries] == ["0", "1"]
     assert {m.node for m in trainer.clients.members.values()} == {100, 101}  # type: ignore[union-attr]
     for node, reason in {
