@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -13,7 +10,7 @@ from .._suggest import did_you_mean
 from ..config import SplitFedConfig, read_size
 from ..methods.base import at_least
 from ..tasks import TASKS, Task, TaskArguments
-from ..tasks.options import parse_options
+from ..tasks.options import parse_values
 
 # A restarted server resumes, and a lost client does not end the run.
 _DEFAULTS = {"on_client_failure": "skip", "resume_from_checkpoint": "last", "save_steps": 1}
@@ -97,18 +94,8 @@ def read_run_config(given: Mapping[str, Any]) -> RunOptions:
     deployment = DeploymentOptions(**{name: value for name, value in options.items() if name in ours})
     half = options.pop("client_half", None)
     task = TASKS[deployment.task]
-    argv: list[str] = []
-    for name, value in options.items():
-        if name not in ours:
-            spread = shlex.split(value) if name in ("columns", "eval_split", "metrics") else [str(value)]
-            argv += [f"--{name}", *spread]
-    config: SplitFedConfig
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            _, arguments, config = parse_options(task, argv=argv, prog="run config")
-    except SystemExit:
-        raise ValueError(said.getvalue().strip()) from None
+    values = {name: value for name, value in options.items() if name not in ours}
+    arguments, config = parse_values(task, values, "run config")
     for name, why in _REFUSED.items():
         if getattr(config, name):
             raise ValueError(f"{name}={getattr(config, name)!r} cannot be deployed: {why}.")

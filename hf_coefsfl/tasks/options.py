@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import re
@@ -177,18 +179,66 @@ def parse_options(
             raise ValueError(f"{files[1]!r} and --config {files[0]!r} both name a file of options. Give one.")
         for file in files:
             parser.set_defaults(**_read_file(Path(file), parser))
-        found = vars(parser.parse_args(given))
-        cut = found.pop("cut", None)
-        arguments = _construct(task.arguments_class, found)
-        found.setdefault("output_dir", f"outputs/{_name(task, found)}-{found['method']}")
-        config = _construct(SplitFedConfig, found | ({} if cut is None else {"cut": cut}))
+        arguments, config = _build(task, parser, given)
     except (ValueError, TypeError, OSError) as error:
         parser.error(str(error))
+    return parser, arguments, config
+
+
+def parse_values(task: Task, given: Mapping[str, Any], prog: str) -> tuple[TaskArguments, SplitFedConfig]:
+    """Return the task's arguments and the configuration for options and their values; a bad one is a ValueError.
+
+    Nothing here is a command line: a value stays a value, whatever it looks like, and no file is read. A text for an
+    option that takes several values is a list: separated by commas if there is one, else by spaces.
+    """
+    parser = make_parser(task, prog=prog)
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in parser.options:
+            raise ValueError(f"{prog}: there is no option {name!r}.{did_you_mean(name, parser.options)}")
+        listed = parser.options[name].nargs == "+"
+        items = _items(str(value)) if listed else [str(value)]
+        for item in items:
+            if not item or (isinstance(value, str) and item.startswith("-")):
+                raise ValueError(
+                    f"{prog}: {name}={value!r} has the value {item!r}. Values are not empty and do not begin with a "
+                    "dash; each option stands by itself."
+                )
+        values[name] = items if listed else items[0]
+    parser.set_defaults(**values)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return _build(task, parser, [])  # the parser turns texts that are defaults into what their option is
+    except SystemExit:
+        raise ValueError(said.getvalue().strip()) from None
+    except (TypeError, OSError) as error:
+        raise ValueError(f"{prog}: {error}") from error
+
+
+def _items(text: str) -> list[str]:
+    """Return the items of a list.
+
+    ```python
+    >>> _items("text=note label=code"), _items("text=the note, label=code"), _items("text=the note,")
+    (['text=note', 'label=code'], ['text=the note', 'label=code'], ['text=the note'])
+
+    ```
+    """
+    return [item.strip() for item in text.strip().removesuffix(",").split(",")] if "," in text else text.split()
+
+
+def _build(task: Task, parser: RecipeParser, argv: Sequence[str]) -> tuple[TaskArguments, SplitFedConfig]:
+    found = vars(parser.parse_args(argv))
+    cut = found.pop("cut", None)
+    arguments = _construct(task.arguments_class, found)
+    found.setdefault("output_dir", f"outputs/{_name(task, found)}-{found['method']}")
+    config = _construct(SplitFedConfig, found | ({} if cut is None else {"cut": cut}))
     if cut is None:
         config.cut = 0
     if config.partition_column == "label":
         config.partition_column = "labels"  # as all tasks call it
-    return parser, arguments, config
+    return arguments, config
 
 
 def _name(task: Task, found: Mapping[str, Any]) -> str:

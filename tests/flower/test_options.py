@@ -25,13 +25,43 @@ from tests.support.federated import same, weights
         ({"staleness_probe": 1}, "staleness_probe=1 cannot be deployed: it needs both sides in one process"),
         ({"client_dropout_rate": 0.5}, "real clients drop out by themselves"),
         ({"hub_token": "hf_x"}, "would go to every client"),
-        ({"strange": 1}, "unrecognized arguments: --strange"),
+        ({"strange": 1}, "there is no option 'strange'"),
+        ({"num_round": 1}, "there is no option 'num_round'. Did you mean num_rounds"),
+        ({"config": "file.yaml"}, "there is no option 'config'"),
+        ({"num_rounds": "many"}, "--num_rounds: invalid int value: 'many'"),
+        ({"report_to": "--push_to_hub"}, "report_to='--push_to_hub' has the value '--push_to_hub'"),
+        ({"columns": "text=text --hub_token hf_x"}, "columns='.*' has the value '--hub_token'"),
+        ({"columns": "text=text, --hub_token=hf_x"}, "columns='.*' has the value '--hub_token=hf_x'"),
+        ({"metrics": "accuracy,,f1"}, "metrics='accuracy,,f1' has the value ''"),
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(site: Site, change: dict[str, Any], reason: str) -> None:
     config = site.run_config(**change)
     with pytest.raises(ValueError, match=reason):
         serve(LocalGrid(config, []), config)
+
+
+@pytest.mark.parametrize("given", ["test -- {}", "test\n--config\n{}", "test --config={}"])
+def test_a_value_names_no_file_of_options(tmp_path: Path, given: str) -> None:
+    """It is refused without a look into the file."""
+    file = tmp_path / "secrets.yaml"
+    file.write_text("my_secret: hunter2")
+    with pytest.raises(ValueError, match="each option stands by itself") as refused:
+        read_run_config({"task": "newsgroups", "eval_split": given.format(file)})
+    assert "my_secret" not in str(refused.value)
+
+
+def test_values_of_a_run_config() -> None:
+    """Each is what its option is, from any kind of TOML; lists are separated by spaces or by commas."""
+    given = {"columns": "text=body label=topic", "eval-split": "test, my split", "metrics": "f1,", "use_cpu": "true"}
+    read = read_run_config({"task": "newsgroups", "num_rounds": "3", "learning_rate": 1, "bf16": False} | given)
+    arguments, config = read.arguments, read.config
+    assert arguments.columns == ["text=body", "label=topic"]
+    assert arguments.eval_split == ["test", "my split"] and arguments.metrics == ["f1"]
+    assert (config.num_rounds, config.learning_rate, config.use_cpu, config.bf16) == (3, 1.0, True, False)
+    assert read_run_config({"task": "mnli", "method_kwargs": '{"num_projections": 2}'}).config.method_kwargs == {
+        "num_projections": 2
+    }
 
 
 def test_a_restart_with_other_settings_is_refused_before_clients_are_waited_for(site: Site) -> None:
