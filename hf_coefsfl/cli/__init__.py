@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from .. import __version__
+from .._io import disk_fault
 from .._parser import OptionParser
 from .._suggest import did_you_mean
 from .known_options import check_options, check_task, options_of_command
@@ -80,8 +81,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\n{parser.prog}: stopped.", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader (head, say) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
+    except Exception as error:
+        why = disk_fault(error)
+        if why is None:
+            raise
+        try:
+            sys.stdout.flush()
+        except OSError:  # it was the answer itself, and would be tried again at the end
+            _drop_output()
+        print(f"{parser.prog}: error: a file cannot be written ({why}).", file=sys.stderr)
+        return 1
     return 0
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _check_early(name: str, given: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a run says when Ctrl-C stops it: how far it came, and the command that goes on."""
+"""What a run says when Ctrl-C or the disk stops it: how far it came, and the command that goes on."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import PurePath
 import psutil
 from transformers import ProgressCallback
 
+from .._io import disk_fault
 from ..trainer.checkpoints import last_complete
 from ..trainer.trainer import SplitFedTrainer
 
@@ -26,7 +27,9 @@ _LAUNCHER_MODULES = ("accelerate.commands.launch", "torch.distributed.run")
 
 @contextmanager
 def interruptible(trainer: SplitFedTrainer, prog: str, argv: Sequence[str] | None) -> Iterator[None]:
-    """Answer Ctrl-C with one line of the main process and the status 130, without a traceback.
+    """Answer Ctrl-C, and a disk that takes no more, with one line of the main process and without a traceback.
+
+    The status is 130 or 1.
 
     Args:
         trainer: trains inside.
@@ -40,22 +43,34 @@ def interruptible(trainer: SplitFedTrainer, prog: str, argv: Sequence[str] | Non
         yield
     except KeyboardInterrupt:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # launchers pass on a second one
-        bar = getattr(trainer.pop_callback(ProgressCallback), "training_bar", None)
-        if bar is not None:
-            bar.close()  # else it is drawn once more, below the line
-        if trainer.is_world_process_zero():
-            print(f"\n{_told(trainer, command)}", file=sys.stderr, flush=True)
+        _tell(trainer, command)
         if not _is_launched():
             signal.signal(signal.SIGINT, before)
         sys.exit(STATUS)
+    except Exception as error:
+        why = disk_fault(error)
+        if why is None:
+            raise
+        _tell(trainer, command, why)
+        sys.exit(1)
 
 
-def _told(trainer: SplitFedTrainer, command: str) -> str:
+def _tell(trainer: SplitFedTrainer, command: str, why: str | None = None) -> None:
+    bar = getattr(trainer.pop_callback(ProgressCallback), "training_bar", None)
+    if bar is not None:
+        bar.close()  # else it is drawn once more, below the line
+    if trainer.is_world_process_zero():
+        print(f"\n{_told(trainer, command, why)}", file=sys.stderr, flush=True)
+
+
+def _told(trainer: SplitFedTrainer, command: str, why: str | None) -> str:
     done, rounds, folder = trainer.state.global_step, trainer.args.num_rounds, str(trainer.args.output_dir)
     logging.disable()  # an unfinished checkpoint is no news here
     checkpoint = last_complete(folder)
     logging.disable(logging.NOTSET)
     where = f"in round {done + 1} of {rounds}" if done < rounds else f"after round {rounds} of {rounds}"
+    if why is not None:
+        where = f"after {done} of {rounds} rounds, as {folder} cannot be written to ({why})"
     if checkpoint is None:
         return f"Stopped {where}, before the first checkpoint. To begin again: {command}"
     return f"Stopped {where}. The last checkpoint is {checkpoint}. To go on: {command}"

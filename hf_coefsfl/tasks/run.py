@@ -13,7 +13,7 @@ from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging as transformers_logging
 
 from .. import __version__
-from .._io import to_json, write_atomically
+from .._io import disk_fault, to_json, write_atomically
 from .._suggest import did_you_mean
 from ..analysis.plots import accuracy_curve
 from ..config import SplitFedConfig
@@ -24,7 +24,7 @@ from ..split.lora import default_lora
 from ..trainer.checkpoints import fault
 from ..trainer.hub import UploadError
 from ..trainer.model_card import CardArguments, public_name
-from ..trainer.output_folder import SUMMARY_NAME, RunRefused, check_free
+from ..trainer.output_folder import SUMMARY_NAME, RunRefused, check_free, check_writable
 from ..trainer.results import evaluated_rounds, evaluations, final_results
 from ..trainer.resuming import LAST
 from ..trainer.trainer import SplitFedTrainer
@@ -64,6 +64,11 @@ def run(
         trainer, evaluated = make_trainer(job, config)
     except ValueError as error:
         parser.error(str(error))
+    except OSError as error:
+        why = disk_fault(error)
+        if why is None:
+            raise
+        parser.exit(1, f"{parser.prog}: error: a file cannot be written ({why}).\n")
     except KeyboardInterrupt:
         parser.exit(STATUS, f"\n{parser.prog}: stopped before training.\n")
     try:
@@ -172,7 +177,8 @@ def paper_share(num_blocks: int) -> int:
 
 
 def check_folder(config: SplitFedConfig) -> None:
-    """Refuse an output folder that holds a run, or a checkpoint that cannot be resumed from, before data is loaded."""
+    """Refuse an output folder that holds a run or is read-only, or a broken checkpoint, before data is loaded."""
+    check_writable(config)
     wanted: Any = config.resume_from_checkpoint
     if isinstance(wanted, bool):  # of a file of options
         wanted = config.resume_from_checkpoint = LAST if wanted else None

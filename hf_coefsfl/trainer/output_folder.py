@@ -51,6 +51,15 @@ def results_in(folder: Path) -> str | None:
     return next((name for name in names if (folder / name).exists()), None)
 
 
+def check_writable(args: TrainingArguments) -> None:
+    """Refuse an output folder, or a place to make it in, that cannot be written to. Nothing is written."""
+    folder = Path(args.output_dir or "").absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        reason = "read-only" if there.is_dir() else "not a folder"
+        raise RunRefused(f"output_dir={args.output_dir!r} cannot be written to: {there} is {reason}. Give another one.")
+
+
 def check_free(args: TrainingArguments) -> None:
     """Refuse an output folder that holds a run, unless it may be overwritten."""
     folder = Path(args.output_dir or "")
