@@ -26,13 +26,17 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dropout": ("synced", "off"),
     "head": ("full", "lora", "frozen"),
     "on_client_failure": ("raise", "skip"),
+    "aggregation": ("mean", "trimmed_mean", "median", "krum"),
     "exchange_dtype": EXCHANGE_DTYPES,
     "optim": tuple(name.value for name in OptimizerNames),
     "lr_scheduler_type": tuple(name.value for name in SchedulerType),
 }
 _NUMBERS = (
     "participation", "client_dropout_rate", "dirichlet_alpha", "learning_rate", "max_grad_norm", "weight_decay",
-    "smashed_noise",
+    "smashed_noise", "client_bound",
+)  # fmt: skip
+_AT_LEAST_ONE = (
+    "cut", "num_rounds", "local_epochs", "min_client_samples", "per_device_train_batch_size", "hostile_clients",
 )  # fmt: skip
 _HUB_STRATEGIES = ("end", "every_save")
 _COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
@@ -141,6 +145,26 @@ class SplitFedConfig(TrainingArguments):
         default=0.0, metadata={"help": "Share of the sampled clients that is lost in a round, to simulate it."}
     )
 
+    # --- Hostile clients ---
+    aggregation: str = field(
+        default="mean",
+        metadata={"help": "How clients' weights become one: mean (by samples), trimmed_mean, median or krum."},
+    )
+    hostile_clients: int = field(
+        default=1, metadata={"help": "Hostile clients in a round that trimmed_mean and krum are to withstand."}
+    )
+    client_bound: float = field(
+        default=0.0,
+        metadata={
+            "help": "Most times the median of the round for which a client counts: larger updates are scaled down, and "
+            "so are larger numbers of samples. 0: no bound."
+        },
+    )
+    max_lost_rounds: int = field(
+        default=3,
+        metadata={"help": "End the run after so many rounds in a row in which too few clients were left; 0: never."},
+    )
+
     # --- Partition of a single dataset ---
     partition: str = field(
         default="iid", metadata={"help": "iid, dirichlet (label skew) or column (one client per value)."}
@@ -177,9 +201,16 @@ class SplitFedConfig(TrainingArguments):
             if value not in allowed and not (name == "head" and value is None):
                 near = did_you_mean(value, allowed)
                 raise ValueError(f"{name}={value!r} is not allowed.{near} Choose one of: {', '.join(allowed)}.")
-        for name in ("cut", "num_rounds", "local_epochs", "min_client_samples", "per_device_train_batch_size"):
+        for name in (
+            "cut",
+            "num_rounds",
+            "local_epochs",
+            "min_client_samples",
+            "per_device_train_batch_size",
+            "hostile_clients",
+        ):
             at_least(name, getattr(self, name), 1)
-        for name in ("warmup_rounds", "staleness_probe", "seed"):
+        for name in ("warmup_rounds", "staleness_probe", "seed", "max_lost_rounds"):
             at_least(name, getattr(self, name), 0)
         if self.num_clients is not None:
             at_least("num_clients", self.num_clients, 1)
@@ -202,9 +233,14 @@ class SplitFedConfig(TrainingArguments):
             raise ValueError(f"dirichlet_alpha={self.dirichlet_alpha} must be a finite number above 0.")
         if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
             raise ValueError(f"learning_rate={self.learning_rate} must be a finite number above 0.")
-        for name in ("max_grad_norm", "weight_decay", "smashed_noise"):
+        for name in ("max_grad_norm", "weight_decay", "smashed_noise", "client_bound"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be a finite number of at least 0.")
+        if 0 < self.client_bound < 1:
+            raise ValueError(
+                f"client_bound={self.client_bound} would scale down the median client, too. Give a number of at least "
+                "1, or 0 for no bound."
+            )
         if self.method != WARM_UP_METHOD and self.warmup_rounds >= self.num_rounds:
             logger.warning(
                 "warmup_rounds=%d covers all num_rounds=%d: only %s will run, not %s.",

@@ -20,7 +20,15 @@ from ..protocol.meter import Meter
 from ..protocol.server_side import ServerSide
 
 # Over several rounds these add up; the others are averaged.
-SUMMED = ("bytes_up", "bytes_down", "transfers", "client_seconds", "server_seconds", "failed_clients")
+SUMMED = (
+    "bytes_up",
+    "bytes_down",
+    "transfers",
+    "client_seconds",
+    "server_seconds",
+    "failed_clients",
+    "bounded_clients",
+)
 
 DROPPED = "dropped out"  # a failure on purpose, of `client_dropout_rate`
 
@@ -39,6 +47,7 @@ class ClientReport:
     server_seconds: float
     kept: dict[str, Tensor]  # what the method keeps, see `Method.merge`
     failure: str | None = None  # why the client is left out of the average
+    bounded: dict[str, float] = field(default_factory=dict)  # by what it was scaled, see `SplitFedConfig.client_bound`
 
     @classmethod
     def of_absent(cls, reason: str, num_samples: int) -> ClientReport:
@@ -110,8 +119,11 @@ def summarize(reports: dict[int, ClientReport]) -> dict[str, float]:
         "client_seconds": sum(report.client_seconds for report in reports.values()),
         "server_seconds": sum(report.server_seconds for report in reports.values()),
     }
-    failed = len(reports) - len(sound)
-    return means | sums | ({"failed_clients": failed} if failed else {})
+    counts = {
+        "failed_clients": len(reports) - len(sound),
+        "bounded_clients": sum(bool(report.bounded) for report in sound),
+    }
+    return means | sums | {name: count for name, count in counts.items() if count}
 
 
 @dataclass
@@ -123,8 +135,9 @@ class Ledger:
     def add(self, round_index: int, reports: Mapping[str, ClientReport]) -> None:
         """Enter a round; rounds are counted from 1, clients go by their names."""
         for client, report in reports.items():
-            failure = {"failure": report.failure} if report.failure is not None else {}
-            self.entries.append({"round": round_index + 1, "client": client, **asdict(report.meter), **failure})
+            noted: dict[str, Any] = {"failure": report.failure} if report.failure is not None else {}
+            noted |= {"bounded": report.bounded} if report.bounded else {}
+            self.entries.append({"round": round_index + 1, "client": client, **asdict(report.meter), **noted})
 
     @property
     def total(self) -> Meter:

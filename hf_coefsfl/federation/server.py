@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from ..config import SplitFedConfig
@@ -21,11 +24,14 @@ from ..protocol.padding import ignores_padding, mirrored
 from ..protocol.server_side import ServerSide
 from ..split import SplitModel
 from ..split.lora import trainable_sides
-from .averaging import federated_average, flatten, unflatten_
+from .averaging import federated_average, fewest_clients, flatten, unflatten_
+from .bounds import Parts, Values, excesses, scale_update_, update_norms
 from .ledger import DROPPED, ClientReport
+from .sampling import num_sampled
 from .schedule import MethodSchedule, local_optimizer, make_context, make_store
 
 logger = logging.getLogger(__name__)
+SMASHED = "smashed data"  # of which a method keeps statistics; they are used or not, as they cannot be scaled
 
 
 class Clients(Protocol):
@@ -57,6 +63,7 @@ class ServerRounds:
             ignores_padding(split.server, self.example),
         )
         self.client_parameters, self.server_parameters = trainable_sides(split)
+        self._check_rule()
         self.methods = MethodSchedule(args)
         self.set_up_method()
         self.update_norm = 0.0  # of the last round's average
@@ -99,6 +106,10 @@ class ServerRounds:
         optimizer = self.local_optimizer(self.server_parameters, learning_rate)
         return ServerSide(self.split.server, optimizer, context, self.loss_spec)
 
+    def averaged(self, round_index: int) -> list[Tensor]:
+        """Return what is averaged at the end of a round: the trained weights, then those beside the model."""
+        return [*self.parameters, *self.methods.of_round(round_index).federated().values()]
+
     def average(
         self,
         round_index: int,
@@ -107,26 +118,101 @@ class ServerRounds:
         owners: Mapping[int, int],
         initial: Tensor,
     ) -> None:
-        """Replace the round's initial weights by the mean of the surviving clients.
+        """Replace the round's initial weights by what `args.aggregation` makes of the surviving clients.
 
         Args:
             round_index: of the round.
-            reports: of all sampled clients, in client order.
-            trained: the flattened weights of the clients that this process trained.
+            reports: of all sampled clients, in client order; what is done about a client is noted there.
+            trained: the flattened `averaged` of the clients that this process trained; updates beyond
+                `args.client_bound` are scaled down in place.
             owners: which process trained a client.
-            initial: the flattened weights of the round's start; they stay if no client is left.
+            initial: the same of the round's start; it stays if no client is left.
         """
-        unflatten_(self.parameters, initial)
+        args, averaged, method = self.args, self.averaged(round_index), self.methods.of_round(round_index)
+        unflatten_(averaged, initial)
+        found = self._measure(round_index, reports, trained, initial)
         weights = self._surviving(round_index, reports)
+        if args.client_bound and weights:
+            self._bound(round_index, weights, reports, found, trained, initial)
         if weights:
-            unflatten_(self.parameters, federated_average(trained, weights, owners, len(initial), self.accelerator))
-            kept = [ClientState(client, reports[client].num_samples, reports[client].kept) for client in weights]
-            self.methods.of_round(round_index).merge(kept)
-        self.update_norm = (flatten(self.parameters) - initial).norm().item()
+            rule = args.aggregation, args.hostile_clients
+            mean = federated_average(trained, weights, owners, len(initial), self.accelerator, *rule)
+            unflatten_(averaged, mean)
+            used = [client for client in weights if SMASHED not in reports[client].bounded]
+            method.merge([ClientState(c, reports[c].num_samples, reports[c].kept) for c in used])
+        now = flatten(self.parameters)
+        self.update_norm = (now - initial[: len(now)]).norm().item()
 
     def least_clients(self) -> int:
         """Return how many clients must be left for an average."""
-        return 1
+        return fewest_clients(self.args.aggregation, self.args.hostile_clients)
+
+    def _check_rule(self) -> None:
+        """Refuse a rule that needs more clients than a round has."""
+        args, needed = self.args, fewest_clients(self.args.aggregation, self.args.hostile_clients)
+        asked = num_sampled(len(self.clients), args.participation)
+        if asked < needed:
+            raise ValueError(
+                f"aggregation={args.aggregation!r} with hostile_clients={args.hostile_clients} needs at least {needed} "
+                f"clients in a round, and a round has {asked} of {len(self.clients)} (participation="
+                f"{args.participation:g}). Raise participation, lower hostile_clients, or use aggregation='median'."
+            )
+
+    def _parts(self, length: int) -> Parts:
+        """Return where the parts of a flattened `averaged` of this length lie."""
+        ends = [0]
+        for side in (self.client_parameters, self.server_parameters):
+            ends.append(ends[-1] + sum(p.numel() for p in side.values()))
+        ends.append(length)
+        names = ("client update", "server update", "auxiliary update")
+        return {name: slice(ends[i], ends[i + 1]) for i, name in enumerate(names) if ends[i] < ends[i + 1]}
+
+    def _measure(
+        self, round_index: int, reports: dict[int, ClientReport], trained: Mapping[int, Tensor], initial: Tensor
+    ) -> dict[int, Values]:
+        """Return how large each client's contribution is, by part. One that is not finite is the client's failure."""
+        method, parts = self.methods.of_round(round_index), self._parts(len(initial))
+        sound = [client for client, report in reports.items() if report.failure is None]
+        found: dict[int, Values] = {c: {SMASHED: method.magnitude(reports[c].kept)} for c in sound}
+        if self.args.client_bound:
+            mine = [(c, update_norms(trained[c], initial, parts)) for c in sound if c in trained]
+            for client, norms in mine if self.accelerator.num_processes == 1 else gather_object(mine):
+                found[client] |= norms
+        for client, values in found.items():
+            broken = [name for name, value in values.items() if not math.isfinite(value)]
+            if broken:
+                reports[client] = replace(reports[client], failure=f"the size of its {broken[0]} is not finite")
+        return found
+
+    def _bound(
+        self,
+        round_index: int,
+        weights: dict[int, float],
+        reports: dict[int, ClientReport],
+        found: Mapping[int, Values],
+        trained: Mapping[int, Tensor],
+        initial: Tensor,
+    ) -> None:
+        """Scale what exceeds `args.client_bound` times the median of the surviving clients: updates and weights."""
+        factor, values = self.args.client_bound, {client: found[client] for client in sorted(weights)}
+        if self.args.aggregation == "mean":  # the other rules give all clients the same weight
+            values = {client: of | {"samples": weights[client]} for client, of in values.items()}
+        for client, scales in excesses(values, factor).items():
+            weights[client] *= scales.get("samples", 1.0)
+            if client in trained:
+                scale_update_(trained[client], initial, self._parts(len(initial)), scales)
+            reports[client] = replace(reports[client], bounded=scales)
+            if self.accelerator.is_main_process:
+                times = [
+                    f"{name} {f'{factor / scale:.3g} times' if scale else 'beyond'}" for name, scale in scales.items()
+                ]
+                logger.warning(
+                    "Round %d, client %s: %s the median of the round. It counts for %g times the median.",
+                    round_index + 1,
+                    self.clients.name(client),
+                    ", ".join(times),
+                    factor,
+                )
 
     def _surviving(self, round_index: int, reports: dict[int, ClientReport]) -> dict[int, float]:
         """Return the weights of the clients to average; a failure is an error, or is logged and skipped."""

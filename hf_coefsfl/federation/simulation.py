@@ -72,7 +72,7 @@ class Simulation(ServerRounds):
         sizes = {client: self.federation.sizes[client] for client in clients}
         owners = assign_clients(sizes, self.accelerator.num_processes)
         mine = [client for client in clients if owners[client] == self.accelerator.process_index]
-        parameters = self.parameters
+        parameters, federated = self.averaged(round_index), self.methods.of_round(round_index).federated()
         initial = flatten(parameters)
         trained: dict[int, torch.Tensor] = {}
         reports: dict[int, ClientReport] = {}
@@ -86,7 +86,8 @@ class Simulation(ServerRounds):
             for client in tqdm(mine, desc=f"round {round_index + 1}: clients", leave=False, disable=not progress):
                 unflatten_(parameters, initial)
                 reports[client] = self._run_client(round_index, client, fetched, learning_rate)
-                trained[client] = flatten(parameters)
+                beside = [reports[client].kept.get(name, p).to(p.device) for name, p in federated.items()]
+                trained[client] = flatten([*self.parameters, *beside])
                 if client == clients[0] and reports[client].failure is None:
                     results = [self._examine(o, round_index, client, learning_rate, initial) for o in observers]
                 for parameter in parameters:
@@ -122,7 +123,7 @@ class Simulation(ServerRounds):
         self, observer: Observer, round_index: int, client: int, learning_rate: float, initial: torch.Tensor
     ) -> Any:
         """Measure one client from the round-initial weights; the caller gives the weights back."""
-        unflatten_(self.parameters, initial)
+        unflatten_(self.averaged(round_index), initial)
         sides = self._sides(round_index, client, self.data.batches(round_index, client), learning_rate)
         return observer.examine(self.methods.of_round(round_index), *sides, self.federation.sizes[client])
 

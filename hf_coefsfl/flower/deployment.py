@@ -108,7 +108,7 @@ class Deployment(ServerRounds):
 
     def least_clients(self) -> int:
         """Return how many clients must be left for an average."""
-        return self.options.min_clients
+        return max(self.options.min_clients, super().least_clients())
 
     def store(self) -> Store:
         """Return where the exchange of a client's round is kept: a chunk of it in memory unless told otherwise."""
@@ -129,7 +129,7 @@ class Deployment(ServerRounds):
             )
         needed, clients = self.sample(round_index)
         set_mode(self.split.server, self.args)
-        initial = flatten(self.parameters)
+        initial = flatten(self.averaged(round_index))
         deadlines: dict[int, Deadline] = {}
         outcomes: dict[int, tuple[ClientReport, Tensor | None]] = {}
         finished, bar = (
@@ -160,7 +160,7 @@ class Deployment(ServerRounds):
                     finished.wait(1.0)
         bar.close()
         if self.courier.broken is not None:  # the weights and checkpoints are those of the round before
-            unflatten_(self.parameters, initial)
+            unflatten_(self.averaged(round_index), initial)
             raise self.courier.broken
         reports = {client: outcomes[client][0] for client in clients}
         for client in [c for c in clients if reports[c].failure == NOT_NEEDED]:
@@ -199,6 +199,7 @@ class Deployment(ServerRounds):
                 side.finish()
                 synchronize(self.args.device)
                 trained = [*(link.trained[name] for name in self.client_parameters), *self.server_parameters.values()]
+                trained += [link.kept[name] for name in shared.weights.auxiliary]
                 flat = flatten([t.to(self.args.device) for t in trained])
             seconds = link.client_seconds + shared.turn.seconds[client]
             return ClientReport.of(link, side, seconds, member.num_samples), flat

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from ..protocol.client_side import ClientSide
@@ -15,8 +14,7 @@ from ..protocol.link import ClientLink
 from ..protocol.loss import LossSpec
 from ..protocol.messages import Message
 from ..protocol.server_side import ServerSide
-from ..protocol.tensors import weighted_mean
-from .base import ClientState, Method, at_least, option
+from .base import Method, at_least, option
 from .parts.auxiliary import HEADS, AuxiliaryHead, check_head_loss
 
 if TYPE_CHECKING:
@@ -92,10 +90,3 @@ class AccSFL(Method):
                 client.observed.add("client_loss", loss)
                 client.minimize(loss)
         client.kept |= {f"auxiliary.{name}": p.detach().cpu() for name, p in network.named_parameters()}
-
-    @torch.no_grad()
-    def merge(self, kept: Sequence[ClientState]) -> None:
-        """Average the heads, weighted by the clients' samples."""
-        samples = [client.num_samples for client in kept]
-        for name, p in self.federated().items():
-            p.copy_(weighted_mean([client.tensors[name].to(p.device) for client in kept], samples))

@@ -107,11 +107,21 @@ class Method:
         """Restore what `state_dict` returned."""
 
     def federated(self) -> dict[str, Tensor]:
-        """Return the weights beside the model that travel to each client and back, with its adapter."""
+        """Return the weights beside the model that travel to each client and are averaged with its adapter.
+
+        What a client has made of them is in its `ClientSide.kept`, under the same names.
+        """
         return {}
 
     def merge(self, kept: Sequence[ClientState]) -> None:
         """Update the state from the clients' rounds, in client order. Called at the end of each round."""
+
+    def magnitude(self, kept: Mapping[str, Tensor]) -> float:
+        """Return how large the smashed data is of which `merge` would use statistics; 0 if it uses none.
+
+        A client far above the others is left out of `merge`.
+        """
+        return 0.0
 
     def round(self, client: ClientLink, server: ServerSide) -> None:
         """Run one communication round with one client. Runs on the server."""

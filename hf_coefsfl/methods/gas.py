@@ -93,6 +93,14 @@ class GAS(ReusedFeedback):
         for contribution in kept:
             self.statistics = update(self.statistics, from_tensors(contribution.tensors))
 
+    def magnitude(self, kept: Mapping[str, Tensor]) -> float:
+        """Return the root mean square of the activations that the statistics of an upload describe."""
+        moments = from_tensors(kept).values()
+        squares = [(m.variance.double() + m.mean.double().square()).flatten(1).mean(1) for m in moments]
+        total = sum(float((m.weight * square).sum()) for m, square in zip(moments, squares, strict=True))
+        count = sum(float(m.weight.sum()) for m in moments)
+        return (total / count) ** 0.5 if count else 0.0
+
     def round(self, client: ClientLink, server: ServerSide) -> None:
         """Exchange once; feedback is computed at the round-initial server weights, with adjusted logits."""
         if self.per_batch:

@@ -46,13 +46,15 @@ _DECIDING = (
 )  # fmt: skip
 # They change what is measured, kept in memory, or only the rounding.
 _TOLD = (
-    "staleness_probe", "count_flops", "exchange_memory_limit", "on_client_failure", "gradient_checkpointing",
-    "torch_compile", "torch_compile_backend", "torch_compile_mode", "eval_strategy", "eval_steps",
+    "staleness_probe", "count_flops", "exchange_memory_limit", "on_client_failure", "max_lost_rounds",
+    "gradient_checkpointing", "torch_compile", "torch_compile_backend", "torch_compile_mode", "eval_strategy",
+    "eval_steps",
 )  # fmt: skip
 # Recorded by what they lead to, or not part of the run.
 _RESOLVED = (
     "method", "method_kwargs", "warmup_rounds", "cut", "blocks", "head", "num_clients", "num_rounds", "partition",
     "partition_column", "dirichlet_alpha", "min_client_samples", "overwrite_output_dir",
+    "hostile_clients",
 )  # fmt: skip
 _BEST = ("metric_for_best_model", "greater_is_better", "eval_strategy", "eval_steps", "eval_delay", "save_steps")
 # Entries of a model's config that are names, or that a library sets while it trains or saves.
@@ -79,6 +81,8 @@ def identity_of(trainer: SplitFedTrainer) -> Record:
         "labels": list(trainer.label_names),
         "best model": {name: getattr(args, name) for name in _BEST if args.load_best_model_at_end},
     }
+    if args.aggregation in ("trimmed_mean", "krum"):
+        decides["hostile_clients"] = args.hostile_clients
     told = {name: getattr(args, name) for name in _TOLD}
     told |= {"processes": args.world_size, "device": args.device.type, "hf_coefsfl": __version__}
     told |= {name: version(name) for name in _PACKAGES} | {"python": sys.version.split()[0]}
