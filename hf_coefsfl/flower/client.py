@@ -2,24 +2,29 @@
 
 A message is one of: `query.hello` (who are you), `train.step` (some calls of the round script), `query.deliver` (a
 chunk of a payload that is too large for a step) and `query.fetch` (a chunk of what a step has left to send). The last
-two only copy bytes and load nothing of PyTorch.
+two only copy bytes and load nothing of PyTorch. A client that cannot answer sends one of a few fixed texts
+(`errors.py`): what went wrong is in its own log.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import logging
 import os
 import shutil
 import stat
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from .errors import Code, code_of, failing_as
 from .wire import (
     PROTOCOL,
     Incoming,
@@ -33,7 +38,12 @@ from .wire import (
     text,
 )
 
+if TYPE_CHECKING:
+    from .client_node import ClientNode
+
+logger = logging.getLogger(__name__)
 client_app = ClientApp()
+Handler = Callable[[Message, Context], Message]
 
 # What has come for the next step, what the last one has left to send, and the checksum of that.
 _INBOX, _OUTBOX, _CHECKSUM = "inbox", "outbox", "outbox.sha256"
@@ -57,19 +67,34 @@ def work_folder(context: Context) -> Path:
     return folder
 
 
+def _discreet(handler: Handler) -> Handler:
+    """Have a handler log what it raises and answer with a fixed text: Flower sends an exception as it is."""
+
+    @functools.wraps(handler)
+    def answer(message: Message, context: Context) -> Message:
+        try:
+            return handler(message, context)
+        except (Exception, SystemExit) as error:
+            code = code_of(error)
+            logger.exception("%s failed; the server is told: %s", message.metadata.message_type, code.value[1])
+            return Message(code.error(), reply_to=message)
+
+    return answer
+
+
 @client_app.query("hello")
+@_discreet
 def hello(message: Message, context: Context) -> Message:
     """Say which client this is, what it holds, and how much data it has."""
     header = header_of(message.content)
     if header.get("protocol") != PROTOCOL:
         raise TransferError(f"the server speaks protocol {header.get('protocol')}, this client {PROTOCOL}")
     _forget_old_rounds(work_folder(context))
-    from .client_node import ClientNode
-
-    return Message(content(ClientNode(context.run_config, context.node_config).introduce()), reply_to=message)
+    return Message(content(_node(context).introduce()), reply_to=message)
 
 
 @client_app.query("deliver")
+@_discreet
 def deliver(message: Message, context: Context) -> Message:
     """Take a chunk of the payload of the next step."""
     header, folder = header_of(message.content), work_folder(context)
@@ -84,6 +109,7 @@ def deliver(message: Message, context: Context) -> Message:
 
 
 @client_app.query("fetch")
+@_discreet
 def fetch(message: Message, context: Context) -> Message:
     """Send a chunk of what the last step left; with the last chunk it is deleted."""
     header, folder = header_of(message.content), work_folder(context)
@@ -99,6 +125,7 @@ def fetch(message: Message, context: Context) -> Message:
 
 
 @client_app.train("step")
+@_discreet
 def step(message: Message, context: Context) -> Message:
     """Do some calls of the round script."""
     header, folder = header_of(message.content), work_folder(context)
@@ -112,13 +139,18 @@ def step(message: Message, context: Context) -> Message:
         payload = incoming.check()
     for name in (_OUTBOX, _CHECKSUM):
         (folder / name).unlink(missing_ok=True)
-    from .client_node import ClientNode
     from .client_round import ClientRound
 
-    node = ClientNode(context.run_config, context.node_config)
-    done = ClientRound(node, folder, header).run(json.loads(text(header, "calls")), payload, folder / _OUTBOX)
+    done = ClientRound(_node(context), folder, header).run(json.loads(text(header, "calls")), payload, folder / _OUTBOX)
     (folder / _INBOX).unlink(missing_ok=True)
     return Message(_answer(_echo(header) | done, folder / _OUTBOX, integer(header, "chunk_size")), reply_to=message)
+
+
+def _node(context: Context) -> ClientNode:
+    from .client_node import ClientNode
+
+    with failing_as(Code.SETUP):
+        return ClientNode(context.run_config, context.node_config)
 
 
 def _answer(header: dict[str, Any], outbox: Path, chunk_size: int) -> Any:

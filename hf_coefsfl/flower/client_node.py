@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,17 +18,16 @@ from transformers.utils import find_labels
 from .. import __version__
 from ..federation.batches import Batches, ClientData
 from ..federation.clients import Federation
-from ..federation.data_checks import DataError, RowCheck
+from ..federation.data_checks import RowCheck
 from ..federation.partition import Partition
 from ..federation.schedule import MethodSchedule, set_mode
 from ..protocol.loss import LossSpec
 from ..split import ClientHalf, load_client
 from ..split.placeholders import unwrapped
+from .errors import Code, failing_as
 from .memory import return_freed_memory
 from .options import read_run_config
 from .wire import PROTOCOL
-
-logger = logging.getLogger(__name__)
 
 
 class HalfAlone:
@@ -67,17 +65,8 @@ class ClientNode:
         self.methods = MethodSchedule(self.config)
         alone: Any = HalfAlone(self.half)
         self.methods.method.setup(alone, self.loss_spec, self.config.seed, first_round=self.config.warmup_rounds)
-        with self.keeping_rows():
+        with failing_as(Code.DATA):
             self._prepare_data(options, node_config, str(source), model, labels)
-
-    @contextmanager
-    def keeping_rows(self) -> Iterator[None]:
-        """Log an error that quotes a row here: what is raised goes to the server."""
-        try:
-            yield
-        except DataError as error:
-            logger.error("%s", error)
-            raise ValueError(f"Client {self.name} cannot train on its data. Its own log names the row.") from None
 
     def _prepare_data(
         self, options: Any, node_config: Mapping[str, Any], source: str, model: Any, labels: list[str]
@@ -114,7 +103,7 @@ class ClientNode:
 
     def batches(self, round_index: int) -> Batches:
         """Return the mini-batches of a round."""
-        with self.keeping_rows():
+        with failing_as(Code.DATA):
             return self.data.batches(round_index, self.client)
 
     @property

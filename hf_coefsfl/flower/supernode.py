@@ -1,8 +1,9 @@
 """`python -m hf_coefsfl.flower.supernode`: a `flower-supernode` whose ClientApp starts in a moment.
 
 Flower starts a process for each message, and importing PyTorch, transformers and PEFT takes it seconds. Here a process
-that has them loaded forks itself for each message instead. It takes the options of `flower-supernode`; the messages,
-the security and the results are the same.
+that has them loaded forks itself for each message instead. It takes the options of `flower-supernode`; the messages
+and the results are the same. The code that a run brings along is not run: the ClientApp is that of this package, as it
+is installed here.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flwr.app import Error
 from flwr.supercore.address import resolve_bind_address
 from flwr.supercore.constant import TASK_TYPE_TO_APPIO_API_ADDRESS_ARG, TaskType
 from flwr.supercore.superexec import run_superexec as superexec
 from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult, SubprocessExecutor
 from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
+from flwr.supernode.runtime import run_clientapp as runtime
 
 _PR_SET_PDEATHSIG = 1  # of Linux' prctl
 _ELSEWHERE = ("--isolation", "--clientappio-api-address", "--appio-ssl-ca-certfile", "--superexec-auth-secret-file")
@@ -68,6 +71,7 @@ def _become_client_app(arguments: list[str]) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         sys.argv = ["flwr-clientapp", *arguments]
+        _run_own_code()
         flwr_clientapp()
     except SystemExit as left:
         status = left.code if isinstance(left.code, int) else int(left.code is not None)
@@ -77,6 +81,15 @@ def _become_client_app(arguments: list[str]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _run_own_code() -> None:
+    """Have Flower take this package's ClientApp, and send no words of an exception of its own."""
+    from .client import client_app
+
+    flower: Any = runtime
+    flower.get_load_client_app_fn = lambda **_: lambda *_: client_app
+    flower.Error = lambda code, reason: Error(code, f"Flower failed at the client (error {code})")
 
 
 def _preload() -> None:

@@ -23,6 +23,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 from tqdm.auto import tqdm
 
+from .errors import told
 from .wire import PROTOCOL, Incoming, Manifest, TransferError, chunk_of, content, header_of, integer, read_chunk
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class Courier:
 
     def _checked(self, reply: Message, node: int, header: Mapping[str, Any]) -> RecordDict:
         if reply.has_error():
-            raise Unanswered(reply.error.reason or f"Flower reports error {reply.error.code}")
+            raise Unanswered(told(reply.error))
         if reply.metadata.src_node_id != node:
             raise TransferError(f"node {reply.metadata.src_node_id} answered for node {node}")
         answer = header_of(reply.content)

@@ -171,14 +171,18 @@ def _start_clients(folder: str) -> None:
     _identify()
 
 
-def _handle(kind: str, content: RecordDict, context: Context) -> RecordDict | str:
-    """Return what the ClientApp answers, or the error that it raises."""
+def ask(kind: str, content: RecordDict, context: Context) -> Message:
+    """Return the reply of the ClientApp, in this process."""
+    _identify()
     message = Message(content, 1, kind)
     message.metadata.__dict__["_message_id"] = "1"
-    try:
-        return client_app(message, context).content
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    return client_app(message, context)
+
+
+def _handle(kind: str, content: RecordDict, context: Context) -> RecordDict | Error:
+    """Return what the ClientApp answers."""
+    reply = ask(kind, content, context)
+    return reply.error if reply.has_error() else reply.content
 
 
 class LocalGrid(Grid):
@@ -218,7 +222,7 @@ class LocalGrid(Grid):
         node = message.metadata.dst_node_id
         kind, content = message.metadata.message_type, message.content
         answer = client_process().submit(_handle, kind, content, self.contexts[node]).result()
-        reply = Message(Error(1, answer) if isinstance(answer, str) else answer, reply_to=message)
+        reply = Message(answer, reply_to=message)
         reply.metadata.__dict__["_src_node_id"] = node
         self.received.append(copy.copy(reply))
         found = reply if self.fault is None else self.fault(node, message, reply)
