@@ -1,18 +1,23 @@
-"""The staleness probe: how stale a reused gradient is (Section 1), and how much of it the compensation removes.
+"""The staleness probe: how far the gradient that a client uses is from vanilla SFL's, and why.
 
-The probe repeats one client's local updates of a round beside the training. Within a round the client's path depends
-on the feedback alone. So the server can stay at its round-initial weights and compute the fresh gradient of every
-step. The probe does not change the training.
+The probe repeats one client's round beside the training, with both sides recorded. At each local update vanilla SFL
+would use ∇ₛL(s; θₖ): fresh activations s, and the server θₖ of that step. Once-per-round methods use g̃, made from the
+answer of another server θ to older activations s₀. The difference has two parts, which add up:
+
+    g̃ − ∇ₛL(s; θₖ) = [g̃ − ∇ₛL(s; θ)] + [∇ₛL(s; θ) − ∇ₛL(s; θₖ)]
+
+The first is what the activations' move leaves after compensation, the second what the server's move causes. The probe
+does not change the training.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,51 +26,46 @@ from torch.nn.functional import cosine_similarity
 from .._io import write_atomically
 from ..methods import Method, make_method, ordered_methods
 from ..protocol.client_side import ClientSide
-from ..protocol.loss import OutputBlock
-from ..protocol.messages import Feedback, SmashedData
-from ..protocol.packing import Exchange
+from ..protocol.link import LocalLink
+from ..protocol.messages import SmashedData
+from ..protocol.padding import kept_positions, without_padding
 from ..protocol.server_side import ServerSide, on_graph
 from .plots import new_figure
 
 
 @dataclass(frozen=True)
 class ProbePoint:
-    """One local update of the probed client. Errors are relative to the norm of the fresh gradient."""
+    """One local update of the probed client.
+
+    Vanilla's gradient is ∇ₛL(s; θₖ) at the server of this step; the fresh one is ∇ₛL(s; θ) at the server that answered.
+    The errors of `stale` and `compensated` are relative to the norm of the fresh gradient, the others to vanilla's.
+    """
 
     round: int
     update: int
     displacement: float  # mean over the samples of ||δ||
+    norm: float  # of vanilla's gradient
+    used_cosine: float  # of g̃ with vanilla's gradient
+    used_error: float
+    activation_error: float  # of g̃ to the fresh gradient: the part of the activations' move
+    server_cosine: float  # of the fresh gradient with vanilla's
+    server_error: float  # of the fresh gradient to vanilla's: the part of the server's move
     stale_cosine: float  # of g₀ with the fresh gradient
     stale_error: float
     compensated_cosine: float  # of g̃ with the fresh gradient
     compensated_error: float
     best_lambda: float | None  # λ* of Proposition 1, median over the samples; None if no sample moved
     helped_share: float | None  # samples with λ < 2 λ*, which compensation with λ brings nearer to the fresh gradient
-    surrogate_above: bool  # whether the surrogate F̂(δ) was not below the loss
-
-
-@runtime_checkable
-class Probed(Protocol):
-    """What the probe calls of a method."""
-
-    def feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
-        """Return what the server sends down for one batch."""
-
-    def compensate(self, feedback: Feedback, displacement: Tensor, outputs: Sequence[OutputBlock]) -> Tensor:
-        """Return the compensated gradient."""
-
-    def probed_factor(self, batch_size: int) -> float:
-        """Return the λ to compare with λ*."""
+    surrogate_above: bool | None  # whether the surrogate F̂(δ) was not below the loss; None without a surrogate
 
 
 def check_probe(method: Method) -> None:
-    """Refuse to probe a method whose client does not reuse the round-initial feedback."""
+    """Refuse to probe a method in which no gradient enters the client half."""
     if not method.can_be_probed():
         allowed = ", ".join(name for name in ordered_methods() if make_method(name).can_be_probed())
         raise ValueError(
-            f"staleness_probe measures reused gradients of the round-initial server, which {method.name!r} does not "
-            "use (or not as they are, or with feedback_at of another server). "
-            f"Use it with one of {allowed}, or leave it off."
+            f"staleness_probe measures the gradient that enters the client half, and {method.name!r} has none. Use it "
+            f"with one of {allowed}, or leave it off."
         )
 
 
@@ -83,7 +83,6 @@ class StalenessProbe:
 
     def examine(self, method: Method, client: ClientSide, server: ServerSide, num_samples: int) -> list[ProbePoint]:
         """Return the points of one client's round."""
-        assert isinstance(method, Probed)
         return probe_staleness(method, client, server)
 
     def take(self, result: list[ProbePoint]) -> None:
@@ -95,65 +94,124 @@ class StalenessProbe:
         return [point for point in self.points if point.round == round_index + 1]
 
 
-def probe_staleness(method: Probed, client: ClientSide, server: ServerSide) -> list[ProbePoint]:
-    """Repeat a client's local updates from the round-initial weights of both sides. Leaves the client's changed."""
-    smashed = client.exchange()
-    feedback: Exchange[Feedback] = Exchange(client.context.store)
-    losses = []
-    for batch, data in enumerate(smashed):
-        feedback.append(method.feedback(server, data, batch), smashed.kept(batch))
-        losses.append(_fresh(server, data.activations, client, batch)[1])
-    points = []
-    for epoch in range(client.context.local_epochs):
-        for batch, message in enumerate(feedback):
-            activations = client.smash(batch).activations
-            delta = client.displacement(batch)
-            compensated = method.compensate(message, delta, client.output_blocks(batch))
-            fresh, loss = _fresh(server, activations, client, batch)
-            update = epoch * len(feedback) + batch
-            gradients = message.gradient, compensated, fresh
-            points.append(
-                _point(method.probed_factor(len(activations)), client, update, gradients, delta, (losses[batch], loss))
-            )
-            client.descend(compensated)
-    return points
+@dataclass(frozen=True)
+class _Update:
+    """A local update as it happened."""
+
+    batch: int
+    smashed: SmashedData  # s, as the half gave it
+    gradient: Tensor  # g̃
+    answering: int  # steps of the server whose answer this was
 
 
-def _fresh(server: ServerSide, activations: Tensor, client: ClientSide, batch: int) -> tuple[Tensor, Tensor]:
-    """∇ₛL(s; θˢ) and L(s; θˢ) at the server's weights of the round's start."""
-    leaf = on_graph(replace(client.initial[batch], activations=activations))
-    loss = server.forward(leaf, batch).loss
-    return torch.autograd.grad(loss, leaf.activations)[0], loss.detach()
+class _RecordedServer(ServerSide):
+    """A server side that keeps its weights after every step, and how many it had taken at the last pass of a batch."""
+
+    def __init__(self, server: ServerSide):
+        super().__init__(server.half, server.optimizer, server.context, server.loss_spec)
+        self._trained = [p for p in server.half.parameters() if p.requires_grad]
+        self.answered: dict[int, int] = {}
+        self.path = [self._weights()]
+
+    def _weights(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self._trained]
+
+    def forward(self, smashed: SmashedData, batch: int) -> object:
+        """Note which server answers."""
+        self.answered[batch] = len(self.path) - 1
+        return super().forward(smashed, batch)
+
+    def step(self) -> None:
+        """Note the weights."""
+        super().step()
+        self.path.append(self._weights())
+
+    @torch.no_grad()
+    def stand_at(self, step: int) -> None:
+        """Take the weights after so many steps, or the last."""
+        for p, value in zip(self._trained, self.path[min(step, len(self.path) - 1)], strict=True):
+            p.copy_(value)
+
+    def fresh(self, smashed: SmashedData, batch: int, step: int) -> tuple[Tensor, Tensor]:
+        """Return ∇ₛL and L at the weights after so many steps."""
+        self.stand_at(step)
+        leaf = on_graph(smashed)
+        loss = super().forward(leaf, batch).loss
+        return torch.autograd.grad(loss, leaf.activations)[0], loss.detach()
 
 
-def _point(
-    factor: float,
-    client: ClientSide,
-    update: int,
-    gradients: tuple[Tensor, Tensor, Tensor],
-    displacement: Tensor,
-    losses: tuple[Tensor, Tensor],
-) -> ProbePoint:
-    """Compare the (stale, compensated, fresh) gradients of an update, and the losses (at s₀, at s)."""
-    stale, compensated, fresh, delta = (t.flatten(1).float() for t in (*gradients, displacement))
-    initial_loss, loss = losses
-    norm = fresh.norm().clamp(min=1e-30)
-    scaled = stale * stale * delta  # D δ
-    moved = scaled.square().sum(1) > 0
-    best = (scaled * (fresh - stale)).sum(1)[moved] / scaled.square().sum(1)[moved]  # as H̄δ = fresh − stale
-    surrogate = initial_loss + (delta * (stale + compensated) / 2).sum()
+class _RecordedClient(ClientSide):
+    """A client side that keeps what enters its half at every local update."""
+
+    def __init__(self, client: ClientSide, server: _RecordedServer):
+        super().__init__(client.half, client.batches, client.optimizer, client.context, client.loss_spec)
+        self._server, self._batch = server, 0
+        self.updates: list[_Update] = []
+        with torch.no_grad():
+            self.start = [self._smash(batch).detach() for batch in range(len(client.batches))]  # s₀
+
+    def smash(self, batch: int) -> SmashedData:
+        """Note the batch."""
+        self._batch = batch
+        return super().smash(batch)
+
+    def minimize(self, loss: Tensor) -> None:
+        """Note the gradient at the cut."""
+        entered: list[Tensor] = []
+        smashed, batch = self.live.detach(), self._batch
+        handle = self.live.activations.register_hook(entered.append)
+        super().minimize(loss)
+        handle.remove()
+        self.updates.append(_Update(batch, smashed, entered[0].detach(), self._server.answered.get(batch, 0)))
+
+
+def probe_staleness(method: Method, client: ClientSide, server: ServerSide) -> list[ProbePoint]:
+    """Repeat a client's round from the round-initial weights of both sides. Leaves both changed."""
+    method = copy.deepcopy(method)  # the run's own keeps its state
+    recorded_server = _RecordedServer(server)
+    recorded = _RecordedClient(client, recorded_server)
+    method.round(LocalLink(method, recorded), recorded_server)
+    return [_point(method, recorded, recorded_server, k) for k in range(len(recorded.updates))]
+
+
+def _point(method: Method, client: _RecordedClient, server: _RecordedServer, index: int) -> ProbePoint:
+    """Compare the gradient of an update with the fresh one, the stale one and vanilla's."""
+    update = client.updates[index]
+    start, batch = client.start[update.batch], update.batch
+    stale, initial_loss = server.fresh(start, batch, update.answering)
+    fresh, loss = server.fresh(update.smashed, batch, update.answering)
+    vanilla = fresh if index == update.answering else server.fresh(update.smashed, batch, index)[0]
+    kept = kept_positions(start, client.loss_spec)
+    moved = without_padding(update.smashed.activations - start.activations, kept)
+    g0, used, near, far, delta = (t.flatten(1).float() for t in (stale, update.gradient, fresh, vanilla, moved))
+    norm, near_norm = (t.norm().clamp(min=1e-30) for t in (far, near))
+    scaled = g0 * g0 * delta  # D δ
+    moves = scaled.square().sum(1) > 0
+    best = (scaled * (near - g0)).sum(1)[moves] / scaled.square().sum(1)[moves]  # as H̄δ = fresh − stale
+    factor = method.probed_factor(len(delta))
+    surrogate = initial_loss + (delta * (g0 + used) / 2).sum()
     return ProbePoint(
         round=client.context.round_index + 1,
-        update=update,
+        update=index,
         displacement=delta.norm(dim=1).mean().item(),
-        stale_cosine=cosine_similarity(stale.flatten(), fresh.flatten(), dim=0).item(),
-        stale_error=((stale - fresh).norm() / norm).item(),
-        compensated_cosine=cosine_similarity(compensated.flatten(), fresh.flatten(), dim=0).item(),
-        compensated_error=((compensated - fresh).norm() / norm).item(),
+        norm=norm.item(),
+        used_cosine=_cosine(used, far),
+        used_error=((used - far).norm() / norm).item(),
+        activation_error=((used - near).norm() / norm).item(),
+        server_cosine=_cosine(near, far),
+        server_error=((near - far).norm() / norm).item(),
+        stale_cosine=_cosine(g0, near),
+        stale_error=((g0 - near).norm() / near_norm).item(),
+        compensated_cosine=_cosine(used, near),
+        compensated_error=((used - near).norm() / near_norm).item(),
         best_lambda=best.median().item() if len(best) else None,
-        helped_share=(factor < 2 * best).float().mean().item() if len(best) else None,
-        surrogate_above=bool(surrogate >= loss - 1e-6 * loss.abs()),
+        helped_share=(factor < 2 * best).float().mean().item() if len(best) and factor is not None else None,
+        surrogate_above=bool(surrogate >= loss - 1e-6 * loss.abs()) if factor is not None else None,
     )
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    return cosine_similarity(a.flatten(), b.flatten(), dim=0).item()
 
 
 def summarize_probe(points: Sequence[ProbePoint]) -> dict[str, float]:
@@ -179,7 +237,7 @@ def load_probe(path: Path) -> list[ProbePoint]:
 
 def plot_probe(points: Sequence[ProbePoint], path: str | PathLike[str]) -> None:
     """Save a picture over local updates: cosine, error and displacement, each the mean over the probed rounds."""
-    figure = new_figure(15, 3.2, dpi=130)
+    figure = new_figure(11, 6, dpi=130)
     from matplotlib.ticker import MaxNLocator
 
     updates = sorted({point.update for point in points})
@@ -189,25 +247,36 @@ def plot_probe(points: Sequence[ProbePoint], path: str | PathLike[str]) -> None:
         values = [[float(v) for point in group if (v := getattr(point, name)) is not None] for group in grouped]
         return [sum(group) / len(group) if group else float("nan") for group in values]
 
-    stale, compensated = {"color": "#d55e00", "ls": "--", "marker": "X"}, {"color": "#0072b2", "marker": "o"}
-    other = {"color": "#009e73", "marker": "s"}
+    stale, used = {"color": "#d55e00", "ls": "--", "marker": "X"}, {"color": "#0072b2", "marker": "o"}
+    other, third = {"color": "#009e73", "marker": "s"}, {"color": "#cc79a7", "ls": ":", "marker": "D"}
     panels: list[tuple[str, list[tuple[str, str | None, dict[str, str]]]]] = [
         (
-            "cosine with the fresh gradient",
-            [("stale_cosine", "stale g₀", stale), ("compensated_cosine", "compensated g̃", compensated)],
+            "error against vanilla's gradient",
+            [
+                ("used_error", "all", used),
+                ("activation_error", "the activations' move", stale),
+                ("server_error", "the server's move", third),
+            ],
         ),
-        ("relative error against it", [("stale_error", None, stale), ("compensated_error", None, compensated)]),
+        (
+            "cosine with vanilla's gradient",
+            [("used_cosine", "used gradient g̃", used), ("server_cosine", "the answering server's", third)],
+        ),
         ("displacement ‖δ‖", [("displacement", None, other)]),
+        (
+            "error against the answering server's",
+            [("stale_error", "stale g₀", stale), ("compensated_error", "used gradient g̃", used)],
+        ),
         ("best λ, median", [("best_lambda", None, other)]),
         (
             "share",
             [
                 ("helped_share", "samples with λ < 2λ*", other),
-                ("surrogate_above", "surrogate not below the loss", {"color": "#cc79a7", "ls": ":", "marker": "D"}),
+                ("surrogate_above", "surrogate not below the loss", third),
             ],
         ),
     ]
-    for axes, (title, lines) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+    for axes, (title, lines) in zip(figure.subplots(2, 3).flat, panels, strict=True):
         for name, label, style in lines:
             axes.plot(updates, mean(name), label=label, markersize=4, **style)
         axes.set_title(title, fontsize=10)

@@ -25,7 +25,7 @@ _SET_BY = {
     "hub_token": "nothing: the content of a spec is copied into many files",
 }  # fmt: skip
 _LISTS = ("splits", "cuts", "methods", "learning_rates", "seeds")  # those of a task replace those of the spec
-_SPEC_KEYS = ("title", "settings", "tasks", "cut", *_LISTS, "paper_tables")
+_SPEC_KEYS = ("title", "settings", "tasks", "cut", *_LISTS, "paper_tables", "baselines")
 _TASK_KEYS = ("task", "model", "title", "cut", *_LISTS, "method_options")
 
 
@@ -69,6 +69,7 @@ class Spec:
     title: str
     tasks: tuple[TaskSpec, ...]
     paper_tables: tuple[str, ...]  # tables of the paper to show beside ours; empty: any that has the setting
+    baselines: tuple[str, ...] = ()  # names of variants that the others are compared with, seed by seed
 
 
 def load_spec(path: str | Path) -> Spec:
@@ -92,11 +93,13 @@ def parse_spec(content: Any, name: str) -> Spec:
     _known(content, _SPEC_KEYS, "the spec", hint="Options of every run go under `settings`.")
     settings = _options(content.get("settings", {}), "settings")
     tasks = _list(content.get("tasks"), "tasks")
+    specs = tuple(_task(entry, content, settings, f"tasks[{i}]") for i, entry in enumerate(tasks))
     return Spec(
         name=name,
         title=_text(content.get("title", name), "title"),
-        tasks=tuple(_task(entry, content, settings, f"tasks[{i}]") for i, entry in enumerate(tasks)),
+        tasks=specs,
         paper_tables=_paper_tables(content.get("paper_tables")),
+        baselines=_baselines(content.get("baselines"), specs),
     )
 
 
@@ -151,6 +154,16 @@ def _paper_tables(entry: Any) -> tuple[str, ...]:
         if table not in paper_tables():
             raise ValueError(f"paper_tables: there is no {table!r}. Choose from: {', '.join(paper_tables())}.")
     return tuple(tables)
+
+
+def _baselines(entry: Any, tasks: Sequence[TaskSpec]) -> tuple[str, ...]:
+    names = _list(entry, "baselines") if entry is not None else []
+    known = list(dict.fromkeys(variant.name for task in tasks for variant in task.methods))
+    for name in names:
+        if name not in known:
+            near = did_you_mean(str(name), known)
+            raise ValueError(f"baselines: no row is called {name!r}.{near} Choose from: {', '.join(known)}.")
+    return tuple(names)
 
 
 def _variant(entry: Any, extra: Mapping[str, Mapping[str, Any]], where: str) -> Variant:

@@ -75,8 +75,12 @@ class Method:
         return None
 
     def can_be_probed(self) -> bool:
-        """Return whether the staleness probe can repeat a round by `feedback` and `compensate`."""
-        return False
+        """Return whether gradients enter the client half at the cut, which the staleness probe measures."""
+        return True
+
+    def probed_factor(self, batch_size: int) -> float | None:
+        """Return the λ that the probe compares with the λ* of Proposition 1; None: no gradient is reused."""
+        return None
 
     def effective_options(self) -> dict[str, Any]:
         """Return the options that change the result, given the others."""

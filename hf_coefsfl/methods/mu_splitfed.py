@@ -72,6 +72,10 @@ class MUSplitFed(Method):
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name}={value!r} must be a finite number above 0.")
 
+    def can_be_probed(self) -> bool:
+        """Return False: slopes along random directions come down, not gradients."""
+        return False
+
     def round(self, client: ClientLink, server: ServerSide) -> None:
         """Exchange once, or once for each batch."""
         if self.per_batch:

@@ -77,10 +77,6 @@ class GradientReuse(AnsweringServer, ReusedFeedback):
     table_position: ClassVar[int] = 3
     is_reference: ClassVar[bool] = True
 
-    def can_be_probed(self) -> bool:
-        """Return whether the round is the one below, as in the paper."""
-        return type(self).round is GradientReuse.round and self.feedback_at == "initial"
-
     def probed_factor(self, batch_size: int) -> float:
         """Return the λ that the probe compares with the λ* of Proposition 1."""
         return paper_factor(batch_size)

@@ -110,9 +110,9 @@ def test_a_tasks_own_lists_replace_the_specs() -> None:
 
 
 def test_what_cannot_be_probed_or_trained() -> None:
-    reuse, vanilla = cells_of(settings={"staleness_probe": 2}, methods=["reuse", "vanilla"])
+    reuse, slopes = cells_of(settings={"staleness_probe": 2}, methods=["reuse", "mu_splitfed"])
     assert reuse.first()[0].options["staleness_probe"] == 2
-    assert "staleness_probe" not in vanilla.first()[0].options
+    assert "staleness_probe" not in slopes.first()[0].options
     cells = cells_of(tasks=[{"task": "squad_v2", "cut": 1}], methods=["reuse", "gas"])
     assert [cell.refused is None for cell in cells] == [True, False]
     assert total(cells) == 4 and not [run for run in upcoming(cells, {}, ()) if run.options["method"] == "gas"]

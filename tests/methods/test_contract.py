@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_coefsfl import METHODS, SplitFedTrainer, split_model
 from hf_coefsfl.analysis.backbones import Samples
 from hf_coefsfl.analysis.cost import CostModel, Round
-from hf_coefsfl.analysis.staleness import check_probe, probe_staleness
+from hf_coefsfl.analysis.staleness import check_probe
 from hf_coefsfl.cli import main
 from hf_coefsfl.methods import WARM_UP_METHOD, Method, make_method
 from hf_coefsfl.methods.base import ClientState, option
@@ -31,7 +31,6 @@ from tests.support.documented import documented_method
 from tests.support.faulty import Faulty
 from tests.support.federated import QUICK, images, rounds, same, tiny_vit, trainer, weights
 from tests.support.selection import slow_except
-from tests.support.toy import CLASSIFICATION, toy_sides
 from tests.support.wire_link import WireLink
 
 
@@ -253,13 +252,14 @@ def test_its_options_have_help(name: str, capsys: pytest.CaptureFixture[str]) ->
     }
 
 
-def test_it_is_probed_or_refused(name: str) -> None:
-    method: Any = make_method(name, QUICK.get(name))
-    if not method.can_be_probed():
-        with pytest.raises(ValueError, match=f"which '{name}' does not use"):
-            check_probe(method)
+def test_it_is_probed_or_refused(name: str, whole: Any, tmp_path: Path) -> None:
+    if not make_method(name).can_be_probed():
+        with pytest.raises(ValueError, match=f"enters the client half, and '{name}' has none"):
+            check_probe(make_method(name))
         return
-    check_probe(method)
-    method.setup(None, CLASSIFICATION, seed=0)
-    points = probe_staleness(method, *toy_sides(CLASSIFICATION, 2))
-    assert [point.displacement > 0 for point in points] == [False, True]
+    plain, probed = whole(name).trainer, make(tmp_path, name, staleness_probe=1, save_strategy="no")
+    probed.train()
+    assert same(weights(plain), weights(probed)) and plain.ledger == probed.ledger
+    assert same(whole(name).state, state_of(probed.rounds.method))  # type: ignore[union-attr]
+    assert [point.displacement > 0 for point in probed.probe.points] == [False, True] * 2
+    assert all(p.used_error <= (p.activation_error + p.server_error) * 1.001 for p in probed.probe.points)

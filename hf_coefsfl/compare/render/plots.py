@@ -10,8 +10,8 @@ from ...analysis.plots import plot_lines, plot_runs
 from ..results import Result, mean_curve, staleness
 
 PROBED = {
-    "probe_compensated_cosine": "cosine with the fresh gradient",
-    "probe_compensated_error": "error relative to the fresh gradient",
+    "probe_used_cosine": "cosine with vanilla's gradient",
+    "probe_used_error": "error relative to vanilla's gradient",
 }
 
 

@@ -13,6 +13,7 @@ from ..results import gather, results_json, write_parquet
 from ..runner import Failure
 from ..spec import Spec
 from .html import make_html
+from .more_tables import more_tables
 from .plots import write_plots
 from .table_formats import latex, markdown
 from .tables import make_tables
@@ -44,6 +45,8 @@ def write_report(
     results = gather(spec, cells, finished)
     tables = make_tables(results, link)
     text = "\n".join(markdown(table) for table in tables)
+    if more := more_tables(results, runs, spec.baselines):
+        text += "\n" + more
     write_atomically(root / "results.json", results_json(spec, results))
     write_parquet(results, root / "results.parquet")
     write_atomically(root / "table.md", f"# {spec.title}\n\n{text}")

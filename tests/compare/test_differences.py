@@ -1,0 +1,65 @@
+"""Paired differences: the pairs are right, and so are the intervals."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hf_coefsfl.compare.differences import Difference, difference_rows, paired
+from hf_coefsfl.compare.grid import expand
+from hf_coefsfl.compare.render.more_tables import more_tables
+from hf_coefsfl.compare.render.plots import by_place
+from hf_coefsfl.compare.results import Result, gather
+from hf_coefsfl.compare.spec import parse_spec
+from tests.support.comparisons import content, summary
+
+
+def results(scores: dict[str, list[float | None]], **changes: object) -> list[Result]:
+    """One task, a row for each method, a score for each seed; None: the run is not there."""
+    seeds = list(range(max(map(len, scores.values()))))
+    spec = parse_spec(content(methods=list(scores), learning_rates=[0.1], seeds=seeds, **changes), "t")
+    cells = expand(spec)
+    finished = {}
+    for cell in cells:
+        for seed, value in enumerate(scores[cell.variant.method]):
+            if value is not None:
+                run = cell.runs[0.1, seed]
+                finished[run.id] = summary(value)
+    return gather(spec, cells, finished)
+
+
+def test_differences_are_between_runs_of_the_same_seed() -> None:
+    found = {r.cell.variant.method: r for r in results({"vanilla": [70, 60, 50], "reuse": [69, None, 52]})}
+    assert paired(found, "reuse", "vanilla") == [-1, 2]
+    assert paired(found, "vanilla", "reuse") == [1, -2]
+    assert paired(found, "reuse", "coef_d") is None
+
+
+def test_a_single_pair_has_no_interval() -> None:
+    assert difference_rows(by_place(results({"vanilla": [70, 60], "reuse": [69, None]})), "Vanilla SFL") == []
+
+
+def test_the_interval_is_that_of_the_normal_distribution_for_many_seeds() -> None:
+    values = np.random.default_rng(1).normal(2.0, 3.0, 400)
+    found = Difference.of([values])
+    width = 1.96 * values.std() / 400**0.5
+    assert found.mean == pytest.approx(values.mean())
+    assert found.low == pytest.approx(values.mean() - width, abs=0.05)
+    assert found.high == pytest.approx(values.mean() + width, abs=0.05)
+
+
+def test_groups_count_alike_however_many_seeds_they_have() -> None:
+    found = Difference.of([[0.0, 0.0], [3.0] * 8])
+    assert (found.mean, found.low, found.high) == (1.5, 1.5, 1.5)
+
+
+def test_the_table(tmp_path: Path) -> None:
+    found = results({"vanilla": [70, 60, 50], "reuse": [69, 59, 49]})
+    text = more_tables(found, tmp_path, ["Vanilla SFL"])
+    assert "**Difference to Vanilla SFL**" in text and "-1.0 [-1.0, -1.0]" in text
+    assert more_tables(found, tmp_path, []) == ""
+
+
+def test_a_baseline_must_be_a_row() -> None:
+    with pytest.raises(ValueError, match=r"baselines: no row is called 'Vanila SFL'\. Did you mean Vanilla SFL\?"):
+        results({"vanilla": [1.0], "reuse": [1.0]}, baselines=["Vanila SFL"])
