@@ -45,16 +45,19 @@ def paired(results: Mapping[str, Result], name: str, baseline: str) -> list[floa
 
     Positive is better: the sign is turned for scores of which less is better.
     """
-    scores = []
-    for method in (name, baseline):
-        runs = results[method].runs if method in results else ()
-        scores.append({run.options["seed"]: next(iter(summary["scores"].values()), None) for run, summary in runs})
-    ours, theirs = scores
-    both = [seed for seed in ours if ours[seed] is not None and theirs.get(seed) is not None]
+    ours, theirs = (_first_scores(results.get(method)) for method in (name, baseline))
+    both = [seed for seed in ours if seed in theirs]
     if len(both) < 2:
         return None
     higher = results[name].runs[0][1].get("higher_is_better", True)
     return [(ours[seed] - theirs[seed]) * (1 if higher else -1) for seed in both]
+
+
+def _first_scores(result: Result | None) -> dict[int, float]:
+    """Return the first score of each seed that has one."""
+    runs = result.runs if result else ()
+    firsts = {run.options["seed"]: next(iter(summary["scores"].values()), None) for run, summary in runs}
+    return {seed: float(value) for seed, value in firsts.items() if value is not None}
 
 
 def difference_rows(places: Mapping[Place, Sequence[Result]], baseline: str) -> list[dict[str, str]]:
