@@ -9,6 +9,7 @@ and nothing is unpickled.
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -17,9 +18,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .blocks import members
 from .placeholders import unwrapped
 from .sources import side_folder
 from .surgery import Cut, cut_path, handover_path, make_client, make_server
@@ -100,25 +104,66 @@ def load_server(source: str | Path, revision: str | None = None, token: str | No
 
 
 def _load(folder: Path, side: str) -> tuple[nn.Module, Cut]:
-    description = json.loads((folder / _SPLIT).read_text(encoding="utf-8"))
-    if description["format"] != _FORMAT:
-        raise ValueError(f"{folder / _SPLIT} has format {description['format']}, this version reads {_FORMAT}.")
-    if description["side"] != side:
-        raise ValueError(f"{folder} holds a {description['side']} half; read it with load_{description['side']}.")
-    cut = Cut(**{**description["cut"], "templates": tuple(description["cut"]["templates"]),
-                 "crossing": tuple(description["cut"]["crossing"])})  # fmt: skip
+    description, cut = _read_description(folder, side)
     model = _skeleton(folder, description)
+    _check_cut(model, cut, folder)
     named = dict(model.named_parameters())
+    unknown = [name for name in description["parameters"] if name not in named]
+    if unknown:
+        raise ValueError(f"{folder / _SPLIT} names {unknown[0]!r}, which {description['model_class']} does not have.")
     owned = {id(named[name]) for name in description["parameters"]}
     (make_client if side == "client" else make_server)(model, cut, owned)
-    _fill(model, load_file(folder / _TENSORS), set(description["trainable"]))
+    try:
+        tensors = load_file(folder / _TENSORS)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{folder / _TENSORS} cannot be read ({error}). Copy or write the half anew.") from error
+    _fill(model, tensors, set(description["trainable"]))
     return model.eval(), cut
+
+
+def _read_description(folder: Path, side: str) -> tuple[dict[str, Any], Cut]:
+    try:
+        description = json.loads((folder / _SPLIT).read_text(encoding="utf-8"))
+        if description["format"] != _FORMAT:
+            raise ValueError(f"it has format {description['format']}, this version reads {_FORMAT}")
+        missing = {"side", "model_class", "attention", "adapters", "active_adapters", "parameters", "trainable"}
+        missing -= description.keys()
+        if missing:
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        lists = {name: tuple(description["cut"][name]) for name in ("templates", "crossing")}
+        cut = Cut(**{**description["cut"], **lists})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{folder / _SPLIT} cannot be read ({type(error).__name__}: {error}). Copy or write the half anew."
+        ) from error
+    if description["side"] != side:
+        raise ValueError(f"{folder} holds a {description['side']} half; read it with load_{description['side']}.")
+    return description, cut
+
+
+def _check_cut(model: nn.Module, cut: Cut, folder: Path) -> None:
+    """Refuse a cut that the model does not have."""
+    try:
+        blocks = len(members(model.get_submodule(cut.blocks)))
+    except AttributeError:
+        raise ValueError(f"{folder / _SPLIT} names the blocks {cut.blocks!r}, which the model does not have.") from None
+    if cut.num_blocks != blocks or type(cut.index) is not int or not 0 < cut.index < blocks:
+        raise ValueError(
+            f"{folder / _SPLIT} has the cut {cut.index!r} of {cut.num_blocks!r} blocks, and the model has {blocks}: a "
+            f"cut is a number 1..{blocks - 1}."
+        )
 
 
 def _skeleton(folder: Path, description: dict[str, Any]) -> nn.Module:
     """The whole model with its adapters, without any memory for its weights."""
     model_class = _model_class(description["model_class"])
     config = model_class.config_class.from_pretrained(folder)
+    known = ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())  # others are loaded from the Hub, with their code
+    if description["attention"] not in (None, *known):
+        raise ValueError(
+            f"{folder / _SPLIT} names the attention implementation {description['attention']!r}. Choose one of: "
+            f"{', '.join(known)}."
+        )
     config._attn_implementation = description["attention"]
     with torch.device("meta"):
         model = model_class(config)
@@ -185,9 +230,23 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], trainable: set[str]) -> 
                 missing.append(name)
                 continue
             loaded = tensors[name]
+            _check_tensor(name, loaded, value)
             is_parameter = isinstance(value, nn.Parameter)
             filled[id(value)] = nn.Parameter(loaded, name in trainable) if is_parameter else loaded
         groups: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
         next(group for group in groups if group.get(key) is value)[key] = filled[id(value)]
     if missing:
         raise ValueError(f"{_TENSORS} lacks {len(missing)} tensors of this half: {', '.join(missing[:5])}.")
+
+
+def _check_tensor(name: str, loaded: Tensor, wanted: Tensor) -> None:
+    if loaded.shape != wanted.shape or loaded.is_floating_point() != wanted.is_floating_point():
+        raise ValueError(
+            f"{name} in {_TENSORS} is {loaded.dtype} of shape {tuple(loaded.shape)}, and the model of config.json "
+            f"needs {wanted.dtype} of shape {tuple(wanted.shape)}. Copy or write the half anew."
+        )
+    if not (isinstance(wanted, nn.Parameter) and loaded.is_floating_point() and loaded.numel()):
+        return  # a buffer may hold infinity, as masks do
+    low, high = loaded.aminmax()  # which allocates nothing, and is NaN if an entry is
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise ValueError(f"{name} in {_TENSORS} holds NaN or infinity. Copy or write the half anew.")
