@@ -22,6 +22,7 @@ _RENAMED = ("label", "label_ids")  # by collators, to labels
 _POSITIONS = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
 _FILL_IN = "Fill it in, or leave the row out (dataset.filter)."
 _REPAIR = "Repair it, or leave the row out (dataset.filter)."
+_EMPTY = f"The text of {{where}} is empty: the tokenizer gives no token that a model could read. {_FILL_IN}"
 _ONE_CLASS = "For one class a sample load BERT, GPT-2 or the like with AutoModelForSequenceClassification."
 
 
@@ -106,6 +107,8 @@ class RowCheck:
             yield from _first((start, self._label_fault(name, values)) for start, values in chunks(data, name))
         if "input_ids" in names:
             yield from _first((start, self._token_fault(values)) for start, values in chunks(data, "input_ids"))
+        if "attention_mask" in names:
+            yield from _first((start, _mask_fault(values)) for start, values in chunks(data, "attention_mask"))
         for name in names:
             image = isinstance((getattr(data, "features", None) or {}).get(name), Image)
             found = unreadable_image(data, name) if image else None
@@ -119,8 +122,9 @@ class RowCheck:
         missing = [name for name in self.loss_spec.label_names if name not in batch]
         if missing:
             return Fault(0, f"The batch of {{where}} has no {missing[0]}: the loss needs labels.")
-        tokens = _tensor_values(batch.get("input_ids"))
-        return self.labels(batch) or (None if tokens is None else self._token_fault(tokens))
+        tokens, mask = (_tensor_values(batch.get(name)) for name in ("input_ids", "attention_mask"))
+        fault = self.labels(batch) or (None if tokens is None else self._token_fault(tokens))
+        return fault or (None if mask is None else _mask_fault(mask))
 
     def labels(self, batch: Mapping[str, Any]) -> Fault | None:
         """Return the first fault of the labels that a batch has."""
@@ -214,8 +218,10 @@ class RowCheck:
         """Return the first text that is too long, or the first token that the model does not know."""
         if values.missing is not None:
             return Fault(values.missing, f"The text of {{where}} is missing. {_FILL_IN}")
-        if values.widths is None or values.flat.dtype.kind not in "iu":
+        if values.widths is None or (len(values.flat) and values.flat.dtype.kind not in "iu"):
             return None
+        if (values.widths == 0).any():
+            return Fault(int(np.argmax(values.widths == 0)), _EMPTY)
         if self.max_tokens is not None and (values.widths > self.max_tokens).any():
             row = int(np.argmax(values.widths > self.max_tokens))
             return Fault(
@@ -247,6 +253,14 @@ def _fault(values: Values, wrong: NDArray[np.bool_], sentence: str) -> Fault | N
     text = repr(value.item() if hasattr(value, "item") else value)
     text = text if len(text) <= 60 else text[:57] + "..."
     return Fault(int(values.rows[places[0]]), sentence.replace("{value}", text))
+
+
+def _mask_fault(values: Values) -> Fault | None:
+    """Return the first row that is nothing but padding."""
+    if values.widths is None or values.missing is not None or values.flat.dtype.kind not in "iufb":
+        return None
+    read = np.bincount(values.rows, weights=values.flat != 0, minlength=len(values.widths))
+    return Fault(int(np.argmin(read)), _EMPTY) if len(read) and not read.min() else None
 
 
 def _first(found: Iterable[tuple[int, Fault | None]]) -> Iterator[Fault]:

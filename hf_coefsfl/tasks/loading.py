@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from . import digits
 
 logger = logging.getLogger(__name__)
 _FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+_FEW_CLASSES, _SPREAD = 1000, 10  # numbers below these, the second times the distinct labels, may be classes
 _SUBSET_SEED = 0  # a smaller run is the same smaller run whatever its seed
 
 
@@ -118,9 +119,7 @@ def with_class_labels(
     else:
         values = _distinct_labels(sets)
         if all(isinstance(value, int) for value in values):
-            if values[0] < 0:
-                raise ValueError(f"Labels count from 0, got {values[0]}.")
-            names = [str(value) for value in range(values[-1] + 1)]
+            names = numbered_classes(values, lambda value: _first_with(sets, value))
         else:
             names = [str(value) for value in values]
             sets = {name: _numbered(rows, values) for name, rows in sets.items()}
@@ -140,11 +139,41 @@ def with_class_labels(
     return renamed.pop(""), renamed, names
 
 
+def numbered_classes(values: Sequence[int], place: Callable[[int], str]) -> list[str]:
+    """Return the names of the classes 0, 1, ... up to the last of some sorted numbers; `place` tells where one is.
+
+    Data with few rows need not hold all classes, but a number far above their count is not a class's: a head would get
+    an output for every number below it.
+    """
+    lowest, highest = values[0], values[-1]
+    if lowest < 0:
+        raise DataError(f"Label {lowest} of {place(lowest)}, is below 0: classes are numbered 0, 1, ... (-1: none).")
+    if highest >= max(_FEW_CLASSES, _SPREAD * len(values)):
+        raise DataError(
+            f"Label {highest} of {place(highest)}, is far above the number of distinct labels, {len(values)}: classes "
+            "are numbered 0, 1, ... without large gaps. Number them anew (dataset.class_encode_column), make them "
+            "strings, or say which column holds the classes with --columns."
+        )
+    return [str(value) for value in range(highest + 1)]
+
+
+def _first_with(sets: Mapping[str, Dataset], label: Any) -> str:
+    """Return the set and the row of a label."""
+    for name, rows in sets.items():
+        labels = rows.with_format(None)["label"][:]
+        if label in labels:
+            return f"{name or 'the training set'}, row {labels.index(label)}"
+    raise KeyError(label)
+
+
 def _discrete(rows: Dataset, where: str) -> Dataset:
     """Return the rows with labels that are whole numbers or strings; whole floats come from files with empty cells."""
     feature = rows.features["label"]
     if getattr(feature, "dtype", "list") in ("list", "dict"):
-        raise DataError(f"The labels of {where} are lists ({feature}), and a sample has one class here.")
+        row, label = next(
+            ((i, x) for i, x in enumerate(rows.with_format(None)["label"][:]) if x is not None), (0, None)
+        )
+        raise DataError(f"Label {str(label)[:60]} of {where}, row {row}, is not one class, but {feature}.")
     if feature.dtype == "bool":
         return rows.cast_column("label", Value("string"))
     if "float" not in feature.dtype:

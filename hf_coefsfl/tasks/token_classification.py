@@ -11,6 +11,7 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer, DataCol
 from ..federation.data_checks import DataError
 from .base import Prepared, load_from_hub_or_folder
 from .classification import TextTask, predicted_class
+from .loading import numbered_classes
 from .metrics import IGNORED, class_scores
 
 
@@ -98,11 +99,17 @@ def class_names(sets: Mapping[str, Dataset]) -> list[str]:
     if not found:
         raise ValueError("No word has a tag: all are empty or -1.")
     if all(isinstance(tag, int) for tag in found):
-        return [str(number) for number in range(max(found) + 1)]
+        return numbered_classes(sorted(found), lambda tag: _first_with(sets, tag))
     if not all(isinstance(tag, str) for tag in found):
         kinds = ", ".join(sorted({type(tag).__name__ for tag in found}))
         raise ValueError(f"The tags must be all numbers or all names, got {kinds}.")
     return sorted(found)
+
+
+def _first_with(sets: Mapping[str, Dataset], tag: int) -> str:
+    """Return the set and the row of a tag."""
+    found = ((name, row) for name, rows in sets.items() for row, tags in enumerate(rows["tags"]) if tag in (tags or []))
+    return "{}, row {}".format(*next(found))
 
 
 def align(words: list[int | None], labels: list[int]) -> list[int]:

@@ -8,8 +8,10 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset
 from PIL import Image as Pictures
 from transformers import BertConfig, BertForQuestionAnswering
 
+from hf_coefsfl.federation.data_checks import DataError
 from hf_coefsfl.tasks import TASKS
 from hf_coefsfl.tasks.loading import load_splits, pick, tell_truncated, with_class_labels
+from hf_coefsfl.tasks.token_classification import class_names
 from tests.support.real import real
 from tests.support.task_arguments import arguments
 from tests.support.words import words_tokenizer
@@ -105,8 +107,28 @@ def test_labels_that_files_change(caplog: pytest.LogCaptureFixture) -> None:
     assert train["labels"][:] == [1, 0] and names == ["false", "true"]
     with pytest.raises(ValueError, match=r"Label 0.5 of dev, row 1, is a fraction.*--columns label="):
         with_class_labels(Dataset.from_dict({"label": [1]}), {"dev": Dataset.from_dict({"label": [1.0, 0.5]})})
-    with pytest.raises(ValueError, match=r"labels of the training set are lists .*one class"):
-        with_class_labels(Dataset.from_dict({"label": [[1]]}), {})
+    with pytest.raises(ValueError, match=r"Label \[1\] of the training set, row 1, is not one class, but List"):
+        with_class_labels(Dataset.from_dict({"label": [None, [1]]}), {})
+
+
+@pytest.mark.parametrize("label", [1_000, 1_000_000, 2**40, 2**62])
+def test_labels_far_above_their_number(label: int) -> None:
+    """A head would get an output for every number below, and 2**40 names alone do not fit into memory."""
+    sound, far = Dataset.from_dict({"label": [0, 1, 1]}), Dataset.from_dict({"label": [0, 1, label]})
+    for train, evals, place in ((far, {}, "the training set"), (sound, {"dev": far}, "dev")):
+        message = f"Label {label} of {place}, row 2, is far above the number of distinct labels, 3: "
+        with pytest.raises(DataError, match=message):
+            with_class_labels(train, evals)
+    tags = {"the training set": Dataset.from_dict({"tags": [[0, 1], [1, label]]})}
+    with pytest.raises(DataError, match=f"Label {label} of the training set, row 1, is far above"):
+        class_names(tags)
+    with pytest.raises(DataError, match="Label -7 of the training set, row 1, is below 0"):
+        with_class_labels(Dataset.from_dict({"label": [0, -7]}), {})
+
+
+def test_few_rows_of_many_classes() -> None:
+    assert len(with_class_labels(Dataset.from_dict({"label": [0, 999]}), {})[2]) == 1000
+    assert len(with_class_labels(Dataset.from_dict({"label": list(range(0, 20_000, 10))}), {})[2]) == 19_991
 
 
 def test_what_is_cut_off_is_told(caplog: pytest.LogCaptureFixture) -> None:

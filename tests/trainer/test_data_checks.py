@@ -202,6 +202,20 @@ def test_tokens_of_another_tokenizer() -> None:
     refused(r"Token 40 of client 0, row 5, is outside the vocabulary 0..39", [data])
 
 
+def test_texts_without_a_token() -> None:
+    """As a tokenizer without special tokens makes them of an empty text, padded or not."""
+    empty = "The text of client 0, row 5, is empty: the tokenizer gives no token .* leave the row out"
+    padded = sound().map(lambda row, i: {"attention_mask": [int(i != BAD)] * 8}, with_indices=True)
+    refused(empty, [padded])
+    tokens = [[] if i == BAD else [7, 3] for i in range(8)]
+    bare = Dataset.from_dict({"input_ids": tokens, "labels": ONE_CLASS})
+    refused(empty, [bare], None, DataCollatorWithPadding(words_tokenizer()))
+    check = RowCheck.of(tiny_bert(), LossSpec.of(tiny_bert(), ["labels"]))
+    batch = DataCollatorWithPadding(words_tokenizer())([bare[i] for i in (4, 5, 6)])  # the others pad it
+    fault = check.batch(batch)
+    assert fault is not None and fault.row == 1
+
+
 class Pixels:
     """Makes a batch of images."""
 
