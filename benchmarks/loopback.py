@@ -109,9 +109,9 @@ class Loopback:
         command = ["flwr", "run", str(app), "local", "--stream", "--run-config", as_config(run_config)]
         return self.command(command, timeout)
 
-    def register(self, key: Path) -> str:
-        """Register a node's public key with the SuperLink; return what it prints."""
-        return self.command(["flwr", "supernode", "register", f"{key}.pub", "local"])
+    def register(self, key: Path, client: int) -> str:
+        """Register a node's public key with the SuperLink as that of a client; return what it prints."""
+        return self.command(["flwr", "supernode", "register", f"{key}.pub", "local", "--name", str(client)])
 
     def command(self, command: list[str], timeout: float = 60.0) -> str:
         """Run one of Flower's commands; return what it printed."""

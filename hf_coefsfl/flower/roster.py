@@ -155,6 +155,10 @@ class Roster:
         client, name, samples = integer(header, "client"), text(header, "name"), integer(header, "num_samples")
         if text(header, "version") != __version__:
             raise TransferError(f"it runs hf_coefsfl {header['version']!r}, the server {__version__}")
+        number = self._online.get(node, "")
+        registered = number.isascii() and number.isdecimal()
+        if registered and int(number) != client:
+            raise TransferError(f"it says it is client {client}, its key is registered as client {int(number)}")
         if not 0 <= client < (self._num_clients or _MOST_CLIENTS):
             raise TransferError(f"it says it is client {client}, the run has {self._num_clients}")
         if not 1 <= samples <= _MOST_SAMPLES:
@@ -165,10 +169,6 @@ class Roster:
             raise TransferError(f"it says it is called {name!r}, which another client is")
         if text(header, "half") != self.half:
             raise TransferError("its half of the model is not this run's: give it the folder of `coefsfl split`")
-        number = self._online.get(node, "")
-        registered = number.isascii() and number.isdecimal()
-        if registered and int(number) != client:
-            raise TransferError(f"it says it is client {client}, its key is registered as client {int(number)}")
         present = self.members.get(client)
         if present is not None and present.node != node:
             if not self._gives_way(client, present, registered):

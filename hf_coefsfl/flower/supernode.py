@@ -1,9 +1,9 @@
 """`python -m hf_coefsfl.flower.supernode`: a `flower-supernode` whose ClientApp starts in a moment.
 
 Flower starts a process for each message, and importing PyTorch, transformers and PEFT takes it seconds. Here a process
-that has them loaded forks itself for each message instead. It takes the options of `flower-supernode`; the messages
-and the results are the same. The code that a run brings along is not run: the ClientApp is that of this package, as it
-is installed here.
+that has them loaded forks itself for each message instead. And it waits if the SuperLink does not let it in yet. It
+takes the options of `flower-supernode`; the messages and the results are the same. The code that a run brings along is
+not run: the ClientApp is that of this package, as it is installed here.
 """
 
 from __future__ import annotations
@@ -121,8 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         secret = Path(folder) / "secret"  # by which the SuperNode knows who may run its messages
         secret.touch(mode=0o600)
         secret.write_bytes(secrets.token_bytes(32))
+        patient = [sys.executable, "-m", f"{__package__}.activation"]
         node = subprocess.Popen(
-            ["flower-supernode", *given, "--isolation", "process", "--superexec-auth-secret-file", str(secret)],
+            [*patient, *given, "--isolation", "process", "--superexec-auth-secret-file", str(secret)],
             preexec_fn=_end_with_parent,
         )
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

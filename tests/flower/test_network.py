@@ -1,6 +1,7 @@
 """The deployment over Flower's own processes on loopback: TLS, authenticated nodes, a server that is killed."""
 
 import contextlib
+import json
 import re
 import shutil
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,10 @@ needs_tools = pytest.mark.skipif(
 )
 
 
-def wait_for(path: Path, seconds: float = LONG) -> None:
+def wait_until(happened: Callable[[], bool], seconds: float = LONG) -> None:
     end = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} did not appear"
+    while not happened():
+        assert time.monotonic() < end, "it did not happen"
         time.sleep(0.2)
 
 
@@ -45,14 +47,14 @@ def test_a_real_network(tmp_path: Path) -> None:
     output = Path(config["output_dir"])
     keys = [make_node_key(tmp_path / "keys", name) for name in ("site0", "site1", "stranger")]
     with Loopback(tmp_path / "flower", make_certificates(tmp_path / "tls"), authenticate=True) as flower:
-        for key in keys[:2]:
-            assert "successfully" in flower.register(key)
+        for client, key in enumerate(keys[:2]):
+            assert "successfully" in flower.register(key, client)
         for client, key in enumerate(keys[:2]):
             flower.start_node(site.node_config(client), key)
         stranger = flower.start_node(site.node_config(1) | {"partition-id": 7}, keys[2])
         first = threading.Thread(target=_run, args=(flower, config), daemon=True)
         first.start()
-        wait_for(output / "checkpoint-1" / "sealed.json")
+        wait_until((output / "checkpoint-1" / "sealed.json").exists)
         flower.kill("link", signal.SIGKILL)
         assert not (output / "adapter_model.safetensors").exists()
         flower.start_link()
@@ -71,6 +73,49 @@ def test_a_real_network(tmp_path: Path) -> None:
 def _run(flower: Loopback, config: dict[str, object]) -> None:
     with contextlib.suppress(Exception):
         flower.run(config, LONG)
+
+
+@needs_tools
+@pytest.mark.slow
+@pytest.mark.parametrize("authenticate", [False, True])
+def test_a_killed_client_comes_back(tmp_path: Path, authenticate: bool) -> None:
+    """It is killed in its second round and started again at once: it fails in that round, and in no later one.
+
+    With authentication, a node whose key is registered for another number is not taken on.
+    """
+    site = Site(tmp_path / "site")
+    site.make_half()
+    config = site.run_config(num_rounds=4, min_clients=2, start_timeout=LONG)
+    output = Path(config["output_dir"])
+    keys: list[Path | None] = [None, None]
+    with Loopback(
+        tmp_path / "flower", make_certificates(tmp_path / "tls") if authenticate else None, authenticate
+    ) as flower:
+        if authenticate:
+            keys = [make_node_key(tmp_path / "keys", f"site{client}") for client in range(3)]
+            for client, key in enumerate(keys):
+                assert key is not None and "successfully" in flower.register(key, client)
+            flower.start_node(site.node_config(1) | {"partition-id": 7}, keys[2])
+        for client, key in enumerate(keys[:2]):
+            flower.start_node(site.node_config(client), key)
+        said = list[str]()
+        run = threading.Thread(target=lambda: said.append(flower.run(config, LONG)), daemon=True)
+        run.start()
+        wait_until(lambda: "ROUND 2]" in flower.log("node1"))
+        flower.kill("node1", signal.SIGKILL)
+        flower.start_node(site.node_config(1), keys[1])
+        run.join(LONG)
+        log = flower.log("node1")
+    assert said and "ServerApp finished running" in said[0], said
+    entries = json.loads((output / "communication.json").read_text())["entries"]
+    assert [(e["round"], "failure" in e) for e in entries if e["client"] == "1"] == [
+        (1, False),
+        (2, True),
+        (3, False),
+        (4, False),
+    ], said[0]
+    assert ("Failed to activate SuperNode" in log) == authenticate
+    assert ("it says it is client 7, its key is registered as client 2" in said[0]) == authenticate
 
 
 @pytest.mark.slow

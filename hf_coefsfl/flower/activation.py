@@ -1,0 +1,56 @@
+"""`python -m hf_coefsfl.flower.activation`: a `flower-supernode` that waits until the SuperLink lets it in.
+
+A node that was killed counts as online until its heartbeat runs out, a minute later at most. Until then the SuperLink
+does not activate another process with the same key, and Flower's own command gives up at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any
+
+import httpx
+from flwr.supercore.error import ApiErrorCode, FlowerError
+from flwr.supernode.cli.flower_supernode import flower_supernode
+from flwr.supernode.fleet_http_client import FleetHttpClient
+
+logger = logging.getLogger("flwr")
+_PAUSE, _LONGEST_PAUSE, _GROWTH = 5.0, 60.0, 1.5  # seconds between two attempts, and how they grow
+
+
+class PatientClient(FleetHttpClient):
+    """Asks to be activated until it is; the user may stop it at any time."""
+
+    def ActivateNode(self, request: Any) -> Any:
+        """Activate the node; if the SuperLink refuses, try again after a pause."""
+        pause = _PAUSE
+        while True:
+            try:
+                return super().ActivateNode(request)
+            except httpx.HTTPStatusError as error:
+                refusal = FlowerError.from_json(error.response.text)
+                if refusal is None or refusal.code != ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED:
+                    raise
+                logger.warning(
+                    "Failed to activate SuperNode. Either the SuperLink still takes a former process of this node for "
+                    "online, which passes within a minute or two, or it does not know this key: then its operator must "
+                    "register it (`flwr supernode register`). Trying again in %.0f s.",
+                    pause,
+                )
+            time.sleep(pause)
+            pause = min(pause * _GROWTH, _LONGEST_PAUSE)
+
+
+def main() -> None:
+    """Run `flower-supernode` with the options of this command."""
+    from flwr.supernode import fleet_http_connection
+
+    fleet_http_connection.FleetHttpClient = PatientClient  # type: ignore[misc]
+    sys.argv[0] = "flower-supernode"  # by which Flower knows which of its commands it is
+    flower_supernode()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""A SuperNode that the SuperLink does not let in yet tries again."""
+
+from typing import Any
+
+import httpx
+import pytest
+from flwr.supercore.error import ApiErrorCode
+from flwr.supernode import fleet_http_connection
+from flwr.supernode.fleet_http_client import FleetHttpClient
+
+from hf_coefsfl.flower import activation
+
+
+class Link:
+    """Refuses some times, then lets the node in."""
+
+    def __init__(self, refusals: int, code: int = ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED):
+        self.refusals, self.code, self.pauses = refusals, code, list[float]()
+
+    def __call__(self, client: Any, request: Any) -> str:
+        self.refusals -= 1
+        if self.refusals < 0:
+            return "in"
+        body = {"code": int(self.code), "detail": "Failed to activate SuperNode."}
+        asked = httpx.Request("POST", "http://link")
+        raise httpx.HTTPStatusError("412", request=asked, response=httpx.Response(412, json=body, request=asked))
+
+
+def activated(link: Link, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what a node gets from a link; pauses are noted instead of made."""
+    monkeypatch.setattr(FleetHttpClient, "ActivateNode", lambda self, request: link(self, request))
+    monkeypatch.setattr(activation.time, "sleep", link.pauses.append)
+    client = fleet_http_connection.FleetHttpClient.from_server_address("127.0.0.1:1", True, None, [])
+    return client.ActivateNode(None)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the command, up to where Flower's own begins."""
+    monkeypatch.setattr(fleet_http_connection, "FleetHttpClient", FleetHttpClient)
+    monkeypatch.setattr(activation, "flower_supernode", lambda: None)
+    monkeypatch.setattr("sys.argv", ["python"])
+    activation.main()
+
+
+def test_it_tries_until_it_is_let_in(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """With longer and longer pauses, a minute at most, and says each time what may be the matter."""
+    monkeypatch.setattr(activation.logger, "propagate", True)
+    link = Link(20)
+    assert activated(link, monkeypatch) == "in"
+    assert link.pauses[0] == 5.0 and link.pauses[-1] == 60.0 and link.pauses == sorted(link.pauses)
+    assert len(link.pauses) == 20 and sum(link.pauses[:5]) < 70  # the former process counts for a minute
+    assert caplog.text.count("Failed to activate SuperNode. Either the SuperLink still takes a former process") == 20
+
+
+def test_other_errors_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link(1, ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL)
+    with pytest.raises(httpx.HTTPStatusError):
+        activated(link, monkeypatch)
+    assert not link.pauses
