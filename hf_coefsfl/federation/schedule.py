@@ -41,9 +41,9 @@ def make_context(
     client: int,
     store: Store,
     autocast: Callable[[], AbstractContextManager[Any]],
-    noise_seed: int | None = None,
+    noise_secret: bytes | None = None,
 ) -> RoundContext:
-    """Return what both sides of one client's round share; a client may have a secret seed for its noise."""
+    """Return what both sides of one client's round share; a client has a secret for its noise."""
     return RoundContext(
         seed=args.seed,
         round_index=round_index,
@@ -54,7 +54,7 @@ def make_context(
         autocast=autocast,
         store=store,
         noise=args.smashed_noise,
-        noise_seed=noise_seed,
+        noise_secret=noise_secret,
     )
 
 

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from .errors import Code, code_of, failing_as
+from .lasting import private_folder
 from .wire import (
     PROTOCOL,
     Incoming,
@@ -58,13 +58,8 @@ def work_folder(context: Context) -> Path:
     """
     parent = Path(os.environ.get("HF_COEFSFL_WORK") or tempfile.gettempdir())
     folder = parent / f"hf_coefsfl-{os.getuid()}" / f"{context.run_id}-{context.node_id}"
-    for made in (folder.parent, folder):  # the first lies where others may write: it must be ours, and not a link
-        made.mkdir(parents=True, exist_ok=True, mode=0o700)
-        status = made.lstat()
-        if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-            raise PermissionError(f"{made} is not this user's folder. Set HF_COEFSFL_WORK to a folder of your own.")
-        made.chmod(0o700)
-    return folder
+    private_folder(folder.parent)  # it lies where others may write
+    return private_folder(folder)
 
 
 def _discreet(handler: Handler) -> Handler:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from ..protocol.seeds import preserved_random_state
 from ..protocol.wire import read_exchange, read_message, write_exchange, write_message
 from .checks import copy_checked
 from .client_node import ClientNode
+from .lasting import LastingState
 from .wire import TransferError, integer, text
 
 _TENSORS, _STATE, _UPLOAD, _INITIAL = "round.safetensors", "round.json", "upload", "initial"
@@ -67,18 +67,12 @@ class ClientRound:
             trailing=bool(header.get("trailing")),
         )
         batches = node.batches(self.round_index)
-        self.noise_seed = self._noise_seed()
-        context = make_context(node.config, self.round_index, node.client, self.store, node.autocast, self.noise_seed)
+        self.lasting = LastingState(node.client)
+        secret = self.lasting.secret if node.config.smashed_noise else None
+        context = make_context(node.config, self.round_index, node.client, self.store, node.autocast, secret)
         optimizer = local_optimizer(node.config, node.parameters, learning_rate)
         self.side = ClientSide(node.half, batches, optimizer, context, node.loss_spec)
         self.uploaded: list[int] | None = None  # batches of the last upload; None: all
-
-    def _noise_seed(self) -> int:
-        """Return the seed of this round's noise, which the server must not know: drawn in its first step."""
-        if self.sequence == 0:
-            return secrets.randbits(63)
-        state = self._state()
-        return int(state["noise_seed"]) if state.get("token") == self.token else 0
 
     def _state(self) -> dict[str, Any]:
         path = self.folder / _STATE
@@ -127,6 +121,8 @@ class ClientRound:
         copy_checked(self.method.federated(), received.auxiliary)
 
     def _upload(self, batches: list[int] | None, outbox: Path) -> None:
+        number = len(self.side.batches)
+        self.lasting.count(self.folder.name, self.round_index, number if batches is None else len(batches), number)
         write_exchange(packed_upload(self.method, self.side, batches), outbox)
         self.uploaded = batches
         for name in (_UPLOAD, *([_INITIAL] if batches is None else [])):  # other names of the same file
@@ -181,7 +177,6 @@ class ClientRound:
         between = _Between(**self._result(), federated=self.method.federated(), optimizer=tensors)
         write_message(between, self.folder / _TENSORS)
         state = {"token": self.token, "sequence": self.sequence, "uploaded": self.uploaded, "optimizer": plain}
-        state["noise_seed"] = self.noise_seed
         (self.folder / _STATE).write_text(json.dumps(state))
 
     def _restore(self) -> None:

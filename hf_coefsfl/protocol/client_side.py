@@ -102,7 +102,7 @@ class ClientSide(Side):
         self.context.synchronize_masks(self.half, "client_forward", batch)
         with self.context.autocast():
             smashed: SmashedData = self.half(**inputs)
-        noisy = self.context.with_noise(smashed.activations, batch)
+        noisy = self.context.with_noise(smashed.activations, batch, inputs)
         self.observed.add("activations", noisy.sum())  # NaN and infinity survive a sum
         return replace(smashed, activations=noisy, labels={**smashed.labels, **labels})
 

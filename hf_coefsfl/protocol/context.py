@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .noise import lasting_noise
 from .packing import Store
 from .seeds import derive_seed, set_random_state
 
@@ -27,7 +28,7 @@ class RoundContext:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     store: Store = field(default_factory=Store)
     noise: float = 0.0  # standard deviation of what the client adds to its smashed data
-    noise_seed: int | None = None  # a client's secret; None: the run's seed
+    noise_secret: bytes | None = None  # of a client, for noise that lasts; None: drawn from the run's seed
 
     def derive_seed(self, stream: str, batch: int) -> int:
         """Return the seed of a random stream at one batch of this round and client."""
@@ -37,13 +38,13 @@ class RoundContext:
         """Return a generator of random numbers for one batch, on the device."""
         return torch.Generator(self.device).manual_seed(self.derive_seed(stream, batch))
 
-    def with_noise(self, activations: Tensor, batch: int) -> Tensor:
+    def with_noise(self, activations: Tensor, batch: int, inputs: Mapping[str, Any]) -> Tensor:
         """Return activations with the noise of a batch, the same in every pass over it, so that s − s₀ has none."""
         if self.noise == 0:
             return activations
-        seed = self.seed if self.noise_seed is None else self.noise_seed
-        derived = derive_seed(seed, "noise", self.round_index, self.client, batch)
-        generator = torch.Generator(activations.device).manual_seed(derived)
+        if self.noise_secret is not None:
+            return activations + self.noise * lasting_noise(self.noise_secret, inputs, activations)
+        generator = torch.Generator(activations.device).manual_seed(self.derive_seed("noise", batch))
         drawn = torch.randn(activations.shape, generator=generator, device=activations.device, dtype=activations.dtype)
         return activations + self.noise * drawn
 

@@ -1,0 +1,112 @@
+"""What a client keeps across runs: noise that no repetition removes, and how often it has sent its data."""
+
+import itertools
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_coefsfl.flower.client_node import ClientNode
+from hf_coefsfl.flower.client_round import ClientRound
+from hf_coefsfl.flower.errors import ClientFailure
+from hf_coefsfl.flower.lasting import LastingState
+from hf_coefsfl.protocol.messages import Parameters
+from hf_coefsfl.protocol.wire import write_message
+from tests.support.deployed import Site
+
+NUMBERS = itertools.count()
+NOISE = 0.5
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_COEFSFL_WORK", str(tmp_path / "work"))
+    return tmp_path / "work"
+
+
+def client(site: Site, **options: Any) -> ClientNode:
+    site.make_half()
+    return ClientNode(site.run_config(**options), site.node_config(0))
+
+
+def asked(node: ClientNode, folder: Path, round_index: int = 0) -> torch.Tensor:
+    """Return the activations of the first batch that a client uploads, in a round that has just begun in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    method = node.methods.of_round(round_index)
+    write_message(Parameters(dict(node.parameters), method.federated()), folder / "weights")
+    header = {
+        "client": 0, "round": round_index, "sequence": 0, "token": str(next(NUMBERS)), "learning_rate": 0.1,
+        "memory_limit": 2**20,
+    }  # fmt: skip
+    begun = ClientRound(node, folder, header)
+    begun.run([{"do": "upload", "batches": None}], folder / "weights", folder / "outbox")
+    return load_file(folder / "outbox")["0.activations"]
+
+
+def test_repeated_uploads_do_not_average_the_noise_away(tmp_path: Path, work: Path) -> None:
+    """The server asks for a round again and again: restarted, in other runs, and with another seed."""
+    site = Site(tmp_path / "site")
+    clean = asked(client(site, data_seed=42), tmp_path / "clean")
+    nodes = [client(site, smashed_noise=NOISE, seed=seed, data_seed=42) for seed in range(2)]
+    uploads = [asked(node, tmp_path / f"run{run}") for run in range(3) for node in nodes for _ in range(4)]
+    mean = torch.stack(uploads).mean(0) - clean
+    assert 0.4 < mean.std() < 0.6  # 0.5 / √24 = 0.1 if each were drawn anew
+    work.rename(tmp_path / "other")  # another site's, as far as this one knows
+    other = asked(nodes[0], tmp_path / "elsewhere") - clean
+    assert 0.6 < (other - mean).std() < 0.8  # of two secrets: 0.5 √2
+
+
+def test_a_sample_keeps_its_noise_in_every_round(tmp_path: Path, work: Path) -> None:
+    """Also in rounds that the run does not have: samples come in another order, with the noise that they had."""
+    site = Site(tmp_path / "site", sizes=(3, 2))
+    plain, noisy = (client(site, per_device_train_batch_size=1, smashed_noise=noise) for noise in (0.0, NOISE))
+    rounds = (0, 1, 2, 3, 10**6, 10**6 + 1)
+    clean = [asked(plain, tmp_path / "run", t) for t in rounds]
+    noise = [asked(noisy, tmp_path / "run", t) - s for t, s in zip(rounds, clean, strict=True)]
+    same = [(i, j) for i, j in itertools.combinations(range(6), 2) if torch.equal(clean[i], clean[j])]
+    assert len(same) >= 3 and all(torch.allclose(noise[i], noise[j], atol=1e-5) for i, j in same)
+
+
+def test_uploads_are_counted_across_restarts_and_bounded(tmp_path: Path, work: Path) -> None:
+    node = client(Site(tmp_path / "site"))
+    for _ in range(2):
+        asked(node, tmp_path / "5-6")
+    (file,) = work.rglob("counts.json")
+    assert json.loads(file.read_text()) == {"rounds": 1, "sent": {"5-6.0": 8}}  # 4 batches, twice
+    file.write_text(json.dumps({"rounds": 1, "sent": {"5-6.0": 4 * 99 + 1}}))
+    with pytest.raises(ClientFailure, match="100 times"):
+        asked(node, tmp_path / "5-6")
+    asked(node, tmp_path / "5-6", 1)
+    assert json.loads(file.read_text())["rounds"] == 2
+
+
+def test_rounds_are_bounded(work: Path) -> None:
+    """Those of all runs together; a round that was forgotten counts anew, so asking in turn does not help."""
+    state = LastingState(0, most_rounds=80, most_uploads=2)
+    for number in range(80):
+        state.count("run", number, 1, 1)
+    state.count("run", 79, 1, 1)
+    with pytest.raises(ClientFailure, match="2 times"):
+        state.count("run", 79, 1, 1)
+    for run, index in (("run", 0), ("run", 80), ("other", 79)):
+        with pytest.raises(ClientFailure, match="80 rounds"):
+            LastingState(0, most_rounds=80, most_uploads=2).count(run, index, 1, 1)
+    LastingState(1, most_rounds=80).count("run", 80, 1, 1)
+
+
+def test_the_secret_lasts_and_is_its_users_alone(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = LastingState(0).secret
+    assert len(first) == 32 and LastingState(0).secret == first != LastingState(1).secret
+    (file,) = work.rglob("client-0/secret")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in file.parents if work in folder.parents} == {0o700}
+    file.write_bytes(b"short")
+    with pytest.raises(ValueError, match="is damaged"):
+        _ = LastingState(0).secret
+    monkeypatch.delenv("HF_COEFSFL_WORK")
+    monkeypatch.setenv("XDG_STATE_HOME", str(work / "state"))  # outlives a restart of the machine, unlike /tmp
+    assert LastingState(0).secret != first and list((work / "state").rglob("secret"))
