@@ -26,7 +26,8 @@ from ..split import ClientHalf, load_client
 from ..split.placeholders import unwrapped
 from .errors import Code, failing_as
 from .memory import return_freed_memory
-from .options import read_run_config
+from .options import read_client_config
+from .policy import Policy
 from .wire import PROTOCOL
 
 
@@ -43,24 +44,31 @@ class ClientNode:
     Args:
         run_config: the options of the run, the same for all.
         node_config: `partition-id` is the number of this client; `dataset` its own data (a folder, a file, or an id on
-            the Hub; without it the client takes its part of the run's `dataset_name`), `client-half` the folder or
-            repo of its half of the model, `name` what it is called.
+            the Hub), `client-half` the folder or repo of its half of the model, `name` what it is called, `policy` the
+            file of what it allows. A node of Flower's simulation engine, which has `num-partitions`, may be without
+            the first two: it takes its part of the run's data.
     """
 
     def __init__(self, run_config: Mapping[str, Any], node_config: Mapping[str, Any]):
         return_freed_memory()
-        options = read_run_config(run_config)
-        self.config = options.config
+        self.policy = Policy.of(node_config)
         self.client = _number(node_config)
         self.name = str(node_config.get("name", self.client))
-        source = node_config.get("client-half", options.client_half)
+        own = bool(node_config.get("dataset")) or "num-partitions" not in node_config
+        options = read_client_config(run_config, own)
+        self.policy.check_run(options, own)
+        self.config = options.config
+        source = node_config.get("client-half") or options.client_half
         if not source:
             raise ValueError("The node config has no client-half: the folder that `coefsfl split` wrote for clients.")
+        if own and not node_config.get("dataset"):
+            raise ValueError("The node config has no dataset: the folder or file of the client's own data.")
         self.half = load_client(str(source)).to(self.config.device)
+        self.policy.check_half(self.half.cut)
         set_mode(self.half, self.config)
         model: Any = unwrapped(self.half.model)
         self.parameters = {name: p for name, p in self.half.model.named_parameters() if p.requires_grad}
-        labels = self.config.label_names or find_labels(type(model))
+        labels = find_labels(type(model))
         self.loss_spec = LossSpec.of(model, labels)
         self.methods = MethodSchedule(self.config)
         alone: Any = HalfAlone(self.half)
@@ -75,8 +83,12 @@ class ClientNode:
         given = replace(options.arguments, model_name_or_path=source)
         if own:
             given = replace(given, dataset_name=str(own), dataset_config_name=None)
-        column = self.config.partition_column
-        job = options.task(given, keep=None if own else column, model=model)
+        allowed = self.policy.columns
+        if allowed is not None:
+            given = replace(given, columns=[f"{role}={column}" for role, column in allowed.items()])
+        job = options.task(given, keep=None if own else self.config.partition_column, model=model)
+        if allowed is not None:
+            job.roles = dict(allowed)  # an optional role that is not named is not read
         prepared = job.prepare(self.config.seed, evaluation=False)
         rows = prepared.train_dataset
         if own:

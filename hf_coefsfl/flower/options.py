@@ -24,6 +24,21 @@ _REFUSED = {
 }
 
 
+# What a client takes from the run config: how it trains, and how its own data is read. All else is the server's, and
+# whatever it says changes nothing at a client: no path, no code, no split or label that the site did not choose.
+_OF_CLIENTS = frozenset({
+    "task", "method", "method_kwargs", "num_rounds", "warmup_rounds", "local_epochs", "dropout", "exchange_dtype",
+    "smashed_noise", "per_device_train_batch_size", "dataloader_drop_last", "optim", "optim_args", "adam_beta1",
+    "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "seed", "data_seed", "bf16", "tf32", "use_cpu",
+    "columns", "train_split", "max_train_samples", "max_length", "stride", "augment",
+})  # fmt: skip
+# And this, if the site has no data of its own but takes its part of the run's.
+_OF_PARTS = frozenset({
+    "dataset_name", "dataset_config_name", "client_half", "num_clients", "partition", "partition_column",
+    "dirichlet_alpha", "min_client_samples",
+})  # fmt: skip
+
+
 @dataclass
 class DeploymentOptions:
     """What a deployed run needs to know beyond what a simulated one does. Every field may stand in the run config."""
@@ -105,3 +120,9 @@ def read_run_config(given: Mapping[str, Any]) -> RunOptions:
             "simulation, or another method."
         )
     return RunOptions(deployment, task, arguments, config, half)
+
+
+def read_client_config(given: Mapping[str, Any], own_data: bool) -> RunOptions:
+    """Return what a client takes from a run config; `own_data` is whether it has any, or the run names it."""
+    taken = _OF_CLIENTS if own_data else _OF_CLIENTS | _OF_PARTS
+    return read_run_config({key: value for key, value in given.items() if key.replace("-", "_") in taken})

@@ -41,6 +41,7 @@ class Task:
     scores: tuple[str, ...] = ("accuracy",)  # what a run reports unless --metrics says otherwise
     score_titles: Mapping[str, str] = field(default_factory=dict)  # evaluation set: title of its score in a table
     defaults: Mapping[str, Any] = field(default_factory=dict)  # options with another default
+    labels_are_text: bool = False  # whether the labels that a server gets are the text itself
 
     def __call__(self, arguments: TaskArguments, keep: str | None = None, model: Any = None) -> FineTuningTask:
         """Return the task with the given arguments; see `FineTuningTask`."""
@@ -126,6 +127,7 @@ COMPLETIONS = Task(
     optional_roles=("prompt",),
     scores=("perplexity",),
     dataset_name="trl-lib/tldr",
+    labels_are_text=True,
 )
 GENERIC = {task.name: task for task in (TEXT, WORDS, IMAGES, QUESTIONS, COMPLETIONS)}
 PRESETS = (

@@ -12,7 +12,7 @@ from hf_coefsfl.flower.client_node import ClientNode
 from hf_coefsfl.flower.errors import Code, told
 from hf_coefsfl.flower.supernode import _run_own_code
 from hf_coefsfl.flower.wire import PROTOCOL, content
-from tests.support.deployed import Site, ask
+from tests.support.deployed import Site, ask, identify
 from tests.support.paths import ROOT
 
 HELLO = {"protocol": PROTOCOL}
@@ -78,6 +78,7 @@ def test_a_node_runs_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the app of a run; and Flower's own errors, which quote paths and values, go without their words."""
     for name in ("get_load_client_app_fn", "Error"):
         monkeypatch.setattr(runtime, name, getattr(runtime, name))
+    identify()
     sent: list[Any] = []
     brought = SimpleNamespace(fab_id="a/b", fab_version="1", run_id=1)
     fab = SimpleNamespace(content=b"", hash_str="0" * 64)

@@ -153,7 +153,7 @@ class ImageSite(Site):
         ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained(folder)
 
 
-def _identify() -> None:
+def identify() -> None:
     """Set what Flower's own processes do."""
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
 
@@ -168,12 +168,12 @@ def client_process() -> ProcessPoolExecutor:
 def _start_clients(folder: str) -> None:
     os.environ["HF_COEFSFL_WORK"] = folder
     torch.set_num_threads(1)
-    _identify()
+    identify()
 
 
 def ask(kind: str, content: RecordDict, context: Context) -> Message:
     """Return the reply of the ClientApp, in this process."""
-    _identify()
+    identify()
     message = Message(content, 1, kind)
     message.metadata.__dict__["_message_id"] = "1"
     return client_app(message, context)
@@ -194,7 +194,7 @@ class LocalGrid(Grid):
     def __init__(self, run_config: dict[str, Any], node_configs: list[dict[str, Any]], fault: Fault | None = None):
         self.run_config, self.fault = run_config, fault
         client_process()  # before the threads ask for it, each of which would start one of its own
-        _identify()
+        identify()
         self.contexts = {
             100 + i: Context(next(_RUNS), 100 + i, config, RecordDict(), run_config)
             for i, config in enumerate(node_configs)
