@@ -153,6 +153,13 @@ class Ledger:
         total = self.total
         return (sum(total.up.values()) + sum(total.down.values())) / 2**20
 
+    def clients_left(self) -> dict[int, int]:
+        """Return how many clients of each round did not fail; one that dropped out on purpose did not."""
+        left: dict[int, int] = {}
+        for entry in self.entries:
+            left[entry["round"]] = left.get(entry["round"], 0) + (entry.get("failure") in (None, DROPPED))
+        return left
+
     def until(self, last_round: int) -> Ledger:
         """Return the entries of the rounds up to this one, which is counted from 1."""
         return Ledger([entry for entry in self.entries if entry["round"] <= last_round])

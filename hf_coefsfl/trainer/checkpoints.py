@@ -8,12 +8,13 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .._io import sync, to_json, write_atomically
@@ -100,6 +101,15 @@ def last_complete(output_dir: str | os.PathLike[str]) -> str | None:
             return str(path)
         logger.warning("The checkpoint %s is skipped: %s.", path, wrong)
     return None
+
+
+def rotate(output_dir: str | os.PathLike[str], limit: int | None, needed: Iterable[str | None]) -> None:
+    """Delete the oldest checkpoints until `limit` are left. The newest and those that are needed stay in any case."""
+    checkpoints = sort_checkpoints(str(output_dir))
+    surplus = len(checkpoints) - limit if limit else 0
+    kept = {Path(path) for path in (checkpoints[-1], *needed) if path}
+    for path in [path for path in map(Path, checkpoints) if path not in kept][: max(surplus, 0)]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _checksum(path: Path) -> str:

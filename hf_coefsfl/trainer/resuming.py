@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, sort_checkpoints
 
 from .._io import write_atomically
 from ..analysis.staleness import StalenessProbe, load_probe
 from ..config import SplitFedConfig
 from ..federation.ledger import Ledger
 from ..federation.server import ServerRounds
-from .checkpoints import LEDGER_NAME, clear, fault, last_complete, seal
+from .checkpoints import LEDGER_NAME, clear, fault, last_complete, rotate, seal
 from .identity import Record, compare, identity_of, read_identity, schedule_changes, write_identity
 from .output_folder import (
     ARGS_NAME,
@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 LAST = "last"  # resume from the newest complete checkpoint of the output folder, or begin if there is none
+
+
+class RoundsLost(RunRefused):
+    """Rounds go by in which too few clients are left."""
 
 
 class ResumingTrainer(Trainer):
@@ -259,7 +263,32 @@ class ResumingTrainer(Trainer):
             if self._identity is not None:
                 write_identity(self._identity, folder)
             seal(folder)
-            rotate_checkpoints(output_dir, limit, self.state.best_model_checkpoint)
+            # Whether clients can train from the newest checkpoint is not known yet; if none can, the run needs another.
+            proven = self._proven_checkpoint() if args.on_client_failure == "skip" else None
+            rotate(output_dir, limit, (self.state.best_model_checkpoint, proven))
+
+    def _proven_checkpoint(self) -> str | None:
+        """Return the newest checkpoint of the output folder whose next round had enough clients left."""
+        assert self.rounds is not None
+        left, least = self.ledger.clients_left(), self.rounds.least_clients()
+        found = sort_checkpoints(self.args.output_dir or "")
+        proven = [path for path in found if left.get(int(path.rpartition("-")[2]) + 1, 0) >= least]
+        return proven[-1] if proven else None
+
+    def end_if_lost(self) -> None:
+        """Raise an error if the last `args.max_lost_rounds` rounds in a row had too few clients left."""
+        assert self.rounds is not None
+        left, least, most = self.ledger.clients_left(), self.rounds.least_clients(), self.args.max_lost_rounds
+        last = sorted(left)[-most:]
+        if not most or len(last) < most or any(left[number] >= least for number in last):
+            return
+        proven = self._proven_checkpoint()
+        again = "start anew" if proven is None else f"resume from {proven}, from which clients could still train,"
+        raise RoundsLost(
+            f"Rounds {last[0]} to {last[-1]}: fewer than {least} clients were left in {most} rounds in a row. The log "
+            f"and {LEDGER_NAME} say why they failed. If a client has spoilt the weights, {again} without that client, "
+            "with a lower client_bound or with another aggregation. max_lost_rounds=0 lets a run go on all the same."
+        )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if isinstance(self.model, PeftModel):

@@ -297,6 +297,7 @@ class SplitFedTrainer(ResumingTrainer, EvaluatingTrainer, SharingTrainer):
                 save_probe(self.probe.points, folder / PROBE_NAME)
                 if can_plot():
                     plot_probe(self.probe.points, (folder / PROBE_NAME).with_suffix(".png"))
+        self.end_if_lost()
         return torch.tensor(summary.get("server_loss", math.nan), device=self.args.device)  # NaN: Trainer's mean
 
     # ---- Logs and files ----
