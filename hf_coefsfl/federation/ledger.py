@@ -63,23 +63,28 @@ class ClientReport:
         # The loss whose gradient the client followed: its own (an auxiliary network's), or that of the feedback
         # if it was taken, plus the predicted change.
         followed = seen.mean("feedback_loss", default=server_loss) + client.mean("loss_change")
+        client_loss = client.mean("client_loss", default=followed)
         return cls(
             num_samples=num_samples,
             server_loss=server_loss,
-            client_loss=client.mean("client_loss", default=followed),
+            client_loss=client_loss,
             displacement_norm=client.mean("displacement_norm"),
             correction_ratio=client.mean("correction_ratio"),
             meter=link.meter,
             client_seconds=link.client_seconds,
             server_seconds=seconds - link.client_seconds,
             kept={**link.kept, **server.kept},
-            failure=_failure(client, seen, server_loss),
+            failure=_failure(client, seen, server_loss, client_loss),
         )
 
 
-def _failure(client: Observations, server: Observations, server_loss: float) -> str | None:
+def _failure(client: Observations, server: Observations, server_loss: float, client_loss: float) -> str | None:
     side = _failed_side(client, server)
-    return f"NaN or infinity on the {side} side (server loss {server_loss})" if side is not None else None
+    if side is not None:
+        return f"NaN or infinity on the {side} side (server loss {server_loss})"
+    if not (math.isfinite(server_loss) and math.isfinite(client_loss)):
+        return f"losses beyond all bounds (server loss {server_loss}, client loss {client_loss})"
+    return None
 
 
 def _failed_side(client: Observations, server: Observations) -> str | None:

@@ -17,6 +17,8 @@ from ..split.surgery import Cut
 from .wire import TransferError
 
 _LARGEST_RATIO = 64  # entries of raw inputs for one entry of activations: what placeholders may cost
+_DECLARATION = 2**16  # bytes in which a batch is declared
+_LARGEST_REPORT = 1e15  # beyond which a mean of what clients report may overflow
 # What client sides note.
 _OBSERVED = ("activations", "weights", "displacement_norm", "correction_ratio", "loss_change", "client_loss")
 _TOKEN_LABELS = (*LANGUAGE_MODELS, "ForTokenClassification")
@@ -109,20 +111,44 @@ class UploadCheck:
             if (text and size > shape[0] * self.max_tokens) or size > _LARGEST_RATIO * math.prod(shape) + 2**20:
                 raise TransferError(f"raw inputs {name} of shape {raw} are too large for these activations")
 
-    def exchange(self, sent: Exchange[SmashedData], count: int) -> None:
-        """Refuse an exchange of another number of batches, without activations, or with numbers that are not finite."""
+    def largest_upload(self, samples: int, batches: int, tensors: int = 1) -> int:
+        """Return the bytes that so many samples can need, with room to spare, in a file.
+
+        `tensors` of the size of the activations belong to each sample. What crosses beside them is taken from the
+        example, as long as the longest sample.
+        """
+        example = self.example.activations
+        tokens = math.prod(example.shape[1:-1])
+        longer = math.ceil(self.max_tokens / tokens)
+        activations = self.max_tokens * example.shape[-1] * example.element_size()
+        beside = 64 * self.max_tokens  # masks and positions that the example may not have
+        for t in self.example.context.values():
+            long = sum(length > 1 for length in t.shape[1:])
+            beside += t.numel() * t.element_size() * longer ** min(long, 2)
+        for shape in self.example.shapes.values():
+            beside += 8 * math.prod(shape[1:]) * longer  # a mask over the raw inputs
+        for t in self.labels.values():
+            long = t.dim() > 1 and self.loss_spec.loss_type in _TOKEN_LABELS
+            beside += (self.max_tokens if long else t.numel()) * t.element_size()
+        return samples * (tensors * activations + beside) + batches * _DECLARATION + 2**20
+
+    def exchange(self, sent: Exchange[SmashedData], count: int, samples: int) -> None:
+        """Refuse an exchange of other batches, of more samples, without activations, or with NaN or infinity."""
         if len(sent) != count:
             raise TransferError(f"{len(sent)} batches came instead of {count}")
         for batch, packed in enumerate(sent.packed):
             if "activations" not in packed.tensors:
                 raise TransferError(f"batch {batch} has no activations")
             shape = packed.tensors["activations"].shape
+            samples -= shape[0]
             for name, part in packed.tensors.items():
                 if part.shape != shape or part.dtype not in self.dtypes:
                     raise TransferError(f"{name} of batch {batch} is {part.dtype} {tuple(part.shape)}")
                 values = part.values.read() if isinstance(part.values, Mapped) else part.values
                 if not all(bool(t.isfinite().all()) for t in (values, part.scale) if t is not None):
                     raise TransferError(f"the {name} of batch {batch} hold NaN or infinity")
+        if samples < 0:
+            raise TransferError(f"{-samples} samples more came than the client has")
 
 
 def check_tensors(expected: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> None:
@@ -149,9 +175,9 @@ def copy_checked(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) ->
 
 
 def check_observed(received: Mapping[str, Tensor], most: int) -> None:
-    """Refuse reports that are not short lists of finite numbers."""
+    """Refuse reports that are not short lists of numbers of a sane size."""
     for name, t in received.items():
         if name not in _OBSERVED or t.dim() != 1 or t.dtype != torch.float32 or len(t) > most:
             raise TransferError(f"a report {name[:40]!r} is {t.dtype} {tuple(t.shape)}")
-        if not bool(t.isfinite().all()):
-            raise TransferError(f"the report {name} holds NaN or infinity")
+        if not bool((t.abs() <= _LARGEST_REPORT).all()):
+            raise TransferError(f"the report {name} holds NaN, infinity or a number beyond {_LARGEST_REPORT:g}")

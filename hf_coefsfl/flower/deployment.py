@@ -191,7 +191,7 @@ class Deployment(ServerRounds):
         """Return a client's report and its trained weights, client then server, if it came through."""
         member = self.roster.members[client]
         try:
-            with shared.turn.taken(client, shared.start):
+            with shared.turn.taken(client, shared.start, deadline):
                 link = self._link(shared, client, deadline)
                 side = self.server_side(link.context, shared.learning_rate)
                 self.methods.of_round(shared.index).round(link, side)
@@ -205,7 +205,7 @@ class Deployment(ServerRounds):
             return ClientReport.of(link, side, seconds, member.num_samples), flat
         except Cancelled:
             return ClientReport.of_absent(NOT_NEEDED, member.num_samples), None
-        except Exception as error:
+        except BaseException as error:  # whatever it is: the round waits for this report
             deadline.cancelled.set()  # what still goes on in the background ends, too
             return ClientReport.of_absent(f"{type(error).__name__}: {one_line(error)}", member.num_samples), None
 
@@ -224,7 +224,8 @@ class Deployment(ServerRounds):
         channel = Channel(
             self.courier, member.node, deadline, header, self.folder, self.chunk_size, self.max_payload, title
         )
-        return FlowerLink(channel, context, self.check, shared.turn, shared.weights, member.num_samples)
+        tensors = self.methods.of_round(shared.index).upload_tensors
+        return FlowerLink(channel, context, self.check, shared.turn, shared.weights, member.num_samples, tensors)
 
 
 def _snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

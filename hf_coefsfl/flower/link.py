@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor, nn
 
@@ -20,52 +22,89 @@ from ..protocol.packing import Exchange
 from ..protocol.padding import kept_positions
 from ..protocol.wire import read_exchange, read_message, write_exchange, write_message
 from .checks import UploadCheck, check_observed, check_tensors
-from .transport import Channel
+from .transport import Channel, Deadline
 from .wire import TransferError, integer
 
+_SLICE = 1.0  # seconds for which a client may compute while others wait
 _REPORT = 2**23  # bytes: room for the losses that come with the trained weights, and the names of all
 
 
 class Turn:
     """The server half computes for one client at a time, with that client's weights in it.
 
-    A client's thread gives its turn up while it waits for the network.
+    A client's thread gives its turn up while it waits for the network, and after a while to those who wait for theirs.
+    They come in the order in which they began to wait.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
         self.parameters = list(parameters)
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._queue: deque[int] = deque()  # clients that wait
+        self._holder: int | None = None
         self._since = 0.0
         self.seconds: dict[int, float] = {}  # for which each client had its turn
 
     @contextmanager
-    def taken(self, client: int, weights: Tensor) -> Iterator[None]:
+    def taken(self, client: int, weights: Tensor, deadline: Deadline) -> Iterator[None]:
         """Compute for a client with these weights."""
-        with self._lock:
-            self._begin(weights)
-            try:
-                yield
-            finally:
+        try:
+            self._begin(client, weights, deadline)
+            yield
+        finally:
+            if self._holder == client:  # else it failed while it had given its turn up
                 self._end(client)
 
     @contextmanager
-    def given_up(self, client: int) -> Iterator[None]:
-        """Let others compute; at the end this client's weights are back."""
+    def given_up(self, client: int, deadline: Deadline) -> Iterator[None]:
+        """Let others compute; at the end this client's weights are back, unless it failed."""
         weights = flatten(self.parameters)
         self._end(client)
-        self._lock.release()
-        try:
-            yield
-        finally:
-            self._lock.acquire()
-            self._begin(weights)
+        yield
+        self._begin(client, weights, deadline)
 
-    def _begin(self, weights: Tensor) -> None:
-        unflatten_(self.parameters, weights)
+    def share(self, client: int, deadline: Deadline) -> None:
+        """Between two batches of a client: let those who wait compute; raise if the client's time is up."""
+        deadline.left()
+        if self._queue and time.perf_counter() - self._since > _SLICE:
+            with self.given_up(client, deadline):
+                pass
+
+    def _begin(self, client: int, weights: Tensor, deadline: Deadline) -> None:
+        with self._changed:
+            self._queue.append(client)
+            try:
+                while self._holder is not None or self._queue[0] != client:
+                    self._changed.wait(min(deadline.left(), 0.5))
+                self._holder = client
+            finally:
+                self._queue.remove(client)
+                self._changed.notify_all()
         self._since = time.perf_counter()
+        unflatten_(self.parameters, weights)
 
     def _end(self, client: int) -> None:
         self.seconds[client] = self.seconds.get(client, 0.0) + time.perf_counter() - self._since
+        with self._changed:
+            self._holder = None
+            self._changed.notify_all()
+
+
+class _SharedTurns(Exchange[SmashedData]):
+    """An upload. Whoever reads the next batch of it shares the server half with others first."""
+
+    def __init__(self, sent: Exchange[SmashedData], share: Callable[[], None]):
+        super().__init__(sent.store, sent.lasting)
+        self.packed, self._share = sent.packed, share
+
+    @overload
+    def __getitem__(self, index: int) -> SmashedData: ...
+    @overload
+    def __getitem__(self, index: slice) -> Exchange[SmashedData]: ...
+    def __getitem__(self, index: int | slice) -> SmashedData | Exchange[SmashedData]:
+        """Unpack a message, or choose some of them without unpacking."""
+        if not isinstance(index, slice):
+            self._share()
+        return super().__getitem__(index)
 
 
 class FlowerLink(ClientLink):
@@ -81,6 +120,7 @@ class FlowerLink(ClientLink):
         turn: given up while waiting.
         weights: what the client begins with.
         num_samples: that the client has.
+        upload_tensors: of the size of the activations, that a batch's upload has.
     """
 
     def __init__(
@@ -91,10 +131,12 @@ class FlowerLink(ClientLink):
         turn: Turn,
         weights: Parameters,
         num_samples: int,
+        upload_tensors: int = 1,
     ):
         super().__init__(context)
         self.channel, self.check, self.turn = channel, check, turn
-        self.weights, self.num_samples = weights, num_samples
+        self.weights, self.num_samples, self.upload_tensors = weights, num_samples, upload_tensors
+        self.most_batches = math.ceil(num_samples / check.batch_size)
         self.trained: dict[str, Tensor] = {}
         self._num_batches: int | None = None
         self._ahead: Exchange[SmashedData] | None = None  # batch 0, if it was uploaded before it was asked for
@@ -117,22 +159,25 @@ class FlowerLink(ClientLink):
         return ahead if ahead is not None and asked == [0] else self._ask_for(asked)
 
     def _ask_for(self, asked: list[int] | None) -> Exchange[SmashedData]:
-        with self.turn.given_up(self.context.client):
-            path = self._step([{"do": "upload", "batches": asked}])
+        batches = self.most_batches if asked is None else len(asked)
+        samples = min(self.num_samples, batches * self.check.batch_size)
+        with self.turn.given_up(self.context.client, self.channel.deadline):
+            limit = self.check.largest_upload(samples, batches, self.upload_tensors)
+            path = self._step([{"do": "upload", "batches": asked}], limit)
             if path is None:
                 raise TransferError("smashed data was asked for, none came")
+
+            def kept(_: int, message: SmashedData) -> Tensor | None:
+                self.channel.deadline.left()
+                return kept_positions(self.check.sound(message), self.check.loss_spec)
+
             sent: Exchange[SmashedData] = read_exchange(
-                path,
-                SmashedData,
-                self.context.store,
-                lambda _, message: kept_positions(self.check.sound(message), self.check.loss_spec),
-                self.context.device,
-                most=self.num_samples,
+                path, SmashedData, self.context.store, kept, self.context.device, most=batches
             )
             path.unlink()  # an open file stays
             assert self._num_batches is not None  # a step tells it
-            self.check.exchange(sent, self._num_batches if asked is None else len(asked))
-        return sent
+            self.check.exchange(sent, self._num_batches if asked is None else len(asked), samples)
+        return _SharedTurns(sent, lambda: self.turn.share(self.context.client, self.channel.deadline))
 
     def deliver(self, messages: Exchange[Message] | None, batches: Sequence[int] | None) -> None:
         """Send down what there is, with the next message to the client; that of the whole round goes at once."""
@@ -147,7 +192,7 @@ class FlowerLink(ClientLink):
 
     def finish(self) -> None:
         """Wait for the trained weights of the client, which `trained` then holds."""
-        with self.turn.given_up(self.context.client):
+        with self.turn.given_up(self.context.client, self.channel.deadline):
             if self._finishing is None:
                 self._finish()
             else:
@@ -174,16 +219,22 @@ class FlowerLink(ClientLink):
         if self.channel.sequence == 0:
             payload = self.channel.file("weights")
             write_message(self.weights, payload)
+        start = time.monotonic()
         answer, received = self.channel.step(calls, payload, limit)
+        took = time.monotonic() - start
         count, samples = integer(answer, "num_batches"), integer(answer, "num_samples")
         if samples != self.num_samples:
             raise TransferError(f"the client has {samples} samples now, it had {self.num_samples}")
-        if not 1 <= count <= samples or self._num_batches not in (None, count):
-            raise TransferError(f"the client has {count} batches of {samples} samples, it had {self._num_batches}")
+        if not 1 <= count <= self.most_batches or self._num_batches not in (None, count):
+            raise TransferError(
+                f"the client has {count} batches of {samples} samples, at most {self.most_batches} are possible"
+                + (f", it had {self._num_batches}" if self._num_batches else "")
+            )
         self._num_batches = count
         seconds = answer.get("seconds")
-        if not isinstance(seconds, float) or not 0 <= seconds < float("inf"):
-            raise TransferError(f"the client worked for {seconds!r} seconds")
+        # Clocks differ, but not by much.
+        if not isinstance(seconds, float) or not 0 <= seconds <= 1.1 * took + 1:
+            raise TransferError(f"the client worked for {seconds!r} seconds, the answer took {took:.1f}")
         self.client_seconds += seconds
         return received
 

@@ -58,6 +58,9 @@ class DeploymentOptions:
     max_payload: int | str = field(
         default="16GiB", metadata={"help": "Largest payload that is accepted from the other side."}
     )
+    max_samples: int = field(
+        default=1_000_000, metadata={"help": "Most samples a client may have: what it may cost the server."}
+    )
 
     def __post_init__(self) -> None:
         """Check the options before anything is built."""
@@ -66,6 +69,7 @@ class DeploymentOptions:
                 f"task={self.task!r} is not known.{did_you_mean(self.task, TASKS)} Choose one of: {', '.join(TASKS)}."
             )
         at_least("min_clients", self.min_clients, 1)
+        at_least("max_samples", self.max_samples, 1)
         for name in ("round_timeout", "start_timeout"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):

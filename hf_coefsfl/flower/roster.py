@@ -20,7 +20,6 @@ from .transport import Courier, Deadline
 from .wire import PROTOCOL, TransferError, header_of, integer, text
 
 logger = logging.getLogger(__name__)
-_MOST_SAMPLES = 2**40
 # Seconds: how long rounds wait for introductions, how long one may take, and when one that failed is asked for again.
 _GRACE, _PATIENCE, _AGAIN = 60.0, 3600.0, 120.0
 _MOST_CLIENTS = 10**6
@@ -47,10 +46,11 @@ class Roster:
         courier: who carries the questions.
         half: the fingerprint of the client half.
         num_clients: how many clients the run has; None: as many as are there at the start.
+        max_samples: that a client may have.
     """
 
-    def __init__(self, courier: Courier, half: str, num_clients: int | None):
-        self.courier, self.half, self._num_clients = courier, half, num_clients
+    def __init__(self, courier: Courier, half: str, num_clients: int | None, max_samples: int):
+        self.courier, self.half, self._num_clients, self.max_samples = courier, half, num_clients, max_samples
         self.members: dict[int, Member] = {}
         self._failed: set[int] = set()  # clients whose last round came to nothing
         self._claims: dict[int, dict[str, Any]] = {}  # what nodes say that wait for a number, in order of arrival
@@ -161,8 +161,8 @@ class Roster:
             raise TransferError(f"it says it is client {client}, its key is registered as client {int(number)}")
         if not 0 <= client < (self._num_clients or _MOST_CLIENTS):
             raise TransferError(f"it says it is client {client}, the run has {self._num_clients}")
-        if not 1 <= samples <= _MOST_SAMPLES:
-            raise TransferError(f"it says it has {samples} samples")
+        if not 1 <= samples <= self.max_samples:
+            raise TransferError(f"it says it has {samples} samples, max_samples={self.max_samples} are allowed")
         if not _is_printable(name):
             raise TransferError("its name is empty, too long, or not printable")
         if name.isdecimal() and name != str(client):
@@ -190,7 +190,7 @@ class Roster:
         return present.node not in self._online or client in self._failed
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Return what an error says, fit for a log: printable, on one line, not endless."""
     words = " ".join(str(error).split())
     return "".join(c if c.isprintable() else "?" for c in words)[:500].rstrip(".")

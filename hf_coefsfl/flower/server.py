@@ -32,7 +32,7 @@ class DeployedTrainer(SplitFedTrainer):
 
     def connect(self, courier: Courier, options: DeploymentOptions, max_tokens: int | None = None) -> None:
         """Wait for the clients, whose samples have at most `max_tokens`; from here on the trainer can train."""
-        roster = Roster(courier, fingerprint(self.split.client), self.args.num_clients)
+        roster = Roster(courier, fingerprint(self.split.client), self.args.num_clients, options.max_samples)
         if not roster.wait_for(options.min_clients, options.start_timeout):
             raise ValueError(
                 f"{len(roster.online())} of at least {options.min_clients} clients came within "

@@ -19,8 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
+from flwr.supercore.run import RunNotRunningException
 from tqdm.auto import tqdm
 
 from .errors import told
@@ -28,6 +30,8 @@ from .wire import PROTOCOL, Incoming, Manifest, TransferError, chunk_of, content
 
 logger = logging.getLogger(__name__)
 _POLL, _LONGEST_POLL = 0.05, 1.0  # seconds between two looks for an answer
+# What Flower raises if the SuperLink cannot be reached or has ended the run. All else comes of reading a reply.
+_TRANSPORT_ERRORS = (httpx.HTTPError, OSError, RunNotRunningException)
 
 
 class Unanswered(Exception):
@@ -60,7 +64,7 @@ class Courier:
 
     def __init__(self, grid: Grid):
         self.grid = grid
-        self.broken: Exception | None = None  # what Flower itself raised: no client's fault
+        self.broken: BaseException | None = None  # an error of the transport: no client's fault
 
     def nodes(self) -> dict[int, str]:
         """Return the nodes that are there, and the names that the operator has registered their keys with, if any."""
@@ -99,16 +103,26 @@ class Courier:
                     return
                 time.sleep(pause)
                 pause = min(pause * 1.5, _LONGEST_POLL)
-        except Exception as error:
-            answered.set_exception(error)
+        except BaseException as error:  # of which some are Flower's, and nobody else sees this thread end
+            told = error if isinstance(error, Exception) else Unanswered(f"{type(error).__name__}: {error}")
+            answered.set_exception(told)
 
     def _tried(self, function: Callable[[Any], Iterable[Any]], argument: Any) -> list[Any]:
-        """Call Flower; what it raises ends the run, as it would for every client."""
+        """Call Flower for one message. An error of the transport ends the run, any other is this message's alone."""
         try:
             return list(function(argument))
-        except Exception as error:
-            self.broken = error
+        except _TRANSPORT_ERRORS as error:
+            if not isinstance(error, httpx.HTTPStatusError) or not self._is_answering():
+                self.broken = error
             raise
+
+    def _is_answering(self) -> bool:
+        """Whether the SuperLink, which has refused a message, still answers anything."""
+        try:
+            self.nodes()
+        except BaseException:
+            return False
+        return True
 
     def _checked(self, reply: Message, node: int, header: Mapping[str, Any]) -> RecordDict:
         if reply.has_error():

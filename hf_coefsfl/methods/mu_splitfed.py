@@ -58,6 +58,7 @@ class MUSplitFed(Method):
     name: ClassVar[str] = "mu_splitfed"
     title: ClassVar[str] = "MU-SplitFed"
     table_position: ClassVar[int] = 5
+    upload_tensors: ClassVar[int] = 3
 
     perturbation_scale: float = option(1e-3, "μ, length of a perturbation")
     server_passes: int = option(2, "τ, passes of the server over the batches")

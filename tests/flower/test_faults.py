@@ -1,7 +1,5 @@
 """A deployment goes on, whatever some of its clients do."""
 
-import hashlib
-import json
 import logging
 import threading
 from collections.abc import Callable
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Error, Message
-from safetensors.torch import load, save
+from safetensors.torch import load
 
 from hf_coefsfl.federation.server import ServerRounds
 from hf_coefsfl.federation.simulation import Simulation
@@ -21,70 +19,17 @@ from hf_coefsfl.flower.transport import Courier, Deadline
 from hf_coefsfl.flower.wire import chunk_of, content, header_of
 from tests.support.deployed import LONG, LocalGrid, Site
 from tests.support.federated import same, weights
-
-
-def reply_with(message: Message, reply: Message, change: Callable[[dict[str, Any]], None]) -> Message:
-    """Return a reply with other tensors."""
-    header, data = header_of(reply.content), chunk_of(reply.content)
-    length = int.from_bytes(data[:8], "little")
-    metadata = json.loads(data[8 : 8 + length]).get("__metadata__")
-    tensors = load(data)
-    change(tensors)
-    data = save(tensors, metadata)
-    header |= {"payload_size": len(data), "payload_sha256": hashlib.sha256(data).hexdigest()}
-    return forged(message, reply, content(header, data))
-
-
-def forged(message: Message, reply: Message, records: Any) -> Message:
-    made = Message(records, reply_to=message)
-    made.metadata.__dict__["_src_node_id"] = reply.metadata.src_node_id
-    return made
-
-
-def header_with(message: Message, reply: Message, **changes: Any) -> Message:
-    return forged(message, reply, content(header_of(reply.content) | changes, chunk_of(reply.content)))
-
-
-def scaled(factor: float) -> Callable[[dict[str, Any]], None]:
-    def change(tensors: dict[str, Any]) -> None:
-        for name in tensors:
-            if name.endswith("activations") or name.startswith("0.adapters."):
-                tensors[name] = tensors[name] * factor
-
-    return change
-
-
-def first(kind: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
-    def change(tensors: dict[str, Any]) -> None:
-        name = next(n for n in sorted(tensors) if n.endswith("activations") or n.startswith("0.adapters."))
-        tensors[name] = kind(tensors[name])
-
-    return change
-
-
-def from_elsewhere(message: Message, reply: Message) -> Message:
-    reply.metadata.__dict__["_src_node_id"] = 100
-    return reply
-
-
-def labels_or(kind: Callable[[Any], Any]) -> Callable[[Message, Message], Message]:
-    """Change the labels of an upload; what has none is an answer of nonsense."""
-
-    def answer(message: Message, reply: Message) -> Message:
-        if b"labels.labels" not in chunk_of(reply.content):
-            return header_with(message, reply, seconds=-1.0)
-
-        def change(tensors: dict[str, Any]) -> None:
-            tensors["0.labels.labels"] = kind(tensors["0.labels.labels"])
-
-        return reply_with(message, reply, change)
-
-    return answer
-
-
-def added(name: str, t: torch.Tensor) -> Callable[[Message, Message], Message]:
-    return lambda message, reply: reply_with(message, reply, lambda tensors: tensors.update({name: t}))
-
+from tests.support.forged import (
+    added,
+    first,
+    forged,
+    from_elsewhere,
+    header_with,
+    labels_or,
+    reply_with,
+    scaled,
+    with_bodies,
+)
 
 FAULTS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
     "error": (lambda m, r: Message(Error(1, "the disk is full"), reply_to=m), "Unanswered: the disk is full"),
@@ -95,8 +40,12 @@ FAULTS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
     "checksum": (lambda m, r: header_with(m, r, payload_sha256="0" * 64), "the checksum of a payload is wrong"),
     "too large": (lambda m, r: header_with(m, r, payload_size=2**50), "bytes is announced"),
     "samples": (lambda m, r: header_with(m, r, num_samples=10**9), "has 1000000000 samples now, it had 3"),
-    "batches": (lambda m, r: header_with(m, r, num_batches=10**9), "has 1000000000 batches"),
+    "batches": (lambda m, r: header_with(m, r, num_batches=3), "has 3 batches of 3 samples, at most 2"),
+    "more than it needs": (lambda m, r: header_with(m, r, payload_size=2**25), "33554432 bytes is announced"),
     "seconds": (lambda m, r: header_with(m, r, seconds=float("nan")), "worked for nan seconds"),
+    "ages": (lambda m, r: header_with(m, r, seconds=1e308), "worked for 1e+308 seconds"),
+    "boasting": (added("0.observed.client_loss", torch.tensor([3e38, 3e38])), "beyond 1e+15|has no field 'observed'"),
+    "undecodable": (lambda m, r: with_bodies(r, lambda kind, body: b"\xff" * 10), "DecodeError"),
     "no record": (lambda m, r: forged(m, r, content(header_of(r.content))), "has no chunk"),
     "nan": (lambda m, r: reply_with(m, r, scaled(float("nan"))), "NaN or infinity"),
     "infinity": (lambda m, r: reply_with(m, r, first(lambda t: t + float("inf"))), "NaN or infinity"),

@@ -52,7 +52,7 @@ def nodes() -> Any:
 
 
 def roster_of(nodes: Any, num_clients: int = 3) -> Roster:
-    return Roster(nodes, "h", num_clients)
+    return Roster(nodes, "h", num_clients, 10**6)
 
 
 def looked(roster: Roster) -> dict[int, int]:

@@ -188,7 +188,8 @@ def _handle(kind: str, content: RecordDict, context: Context) -> RecordDict | Er
 class LocalGrid(Grid):
     """A grid without a network: each message runs the ClientApp in another process, one at a time.
 
-    `fault(node, message, reply)` may change what comes back: a message, several, None (it never comes).
+    `fault(node, message, reply)` may change what comes back: a message, several, None (it never comes), or what makes
+    the message when it is pulled.
     """
 
     def __init__(self, run_config: dict[str, Any], node_configs: list[dict[str, Any]], fault: Fault | None = None):
@@ -201,7 +202,7 @@ class LocalGrid(Grid):
         }
         self.sent: list[Message] = []
         self.received: list[Message] = []
-        self.replies: dict[str, list[Message]] = {}
+        self.replies: dict[str, list[Any]] = {}
         self.gone: set[int] = set()
         self._numbers = itertools.count()
 
@@ -230,7 +231,8 @@ class LocalGrid(Grid):
             self.replies[number] = found if isinstance(found, list) else [found]
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        return [reply for number in message_ids for reply in self.replies.pop(number, [])]
+        replies = [reply for number in message_ids for reply in self.replies.pop(number, [])]
+        return [reply() if callable(reply) else reply for reply in replies]
 
     # What a Grid must have besides; the courier asks for none of it.
 
