@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from .audit import note
 from .errors import Code, code_of, failing_as
 from .lasting import private_folder
 from .wire import (
@@ -62,23 +63,34 @@ def work_folder(context: Context) -> Path:
     return private_folder(folder)
 
 
-def _discreet(handler: Handler) -> Handler:
-    """Have a handler log what it raises and answer with a fixed text: Flower sends an exception as it is."""
+def _guarded(handler: Handler) -> Handler:
+    """Have what a handler answers noted before it leaves; what it raises is logged and answered with a fixed text.
+
+    Flower itself would send an exception as it is.
+    """
 
     @functools.wraps(handler)
     def answer(message: Message, context: Context) -> Message:
+        kind = message.metadata.message_type
         try:
-            return handler(message, context)
+            reply = handler(message, context)
+            note(reply, kind, context)
+            return reply
         except (Exception, SystemExit) as error:
             code = code_of(error)
-            logger.exception("%s failed; the server is told: %s", message.metadata.message_type, code.value[1])
-            return Message(code.error(), reply_to=message)
+            logger.exception("%s failed; the server is told: %s", kind, code.value[1])
+        reply = Message(code.error(), reply_to=message)
+        try:
+            note(reply, kind, context)
+        except Exception:
+            logger.exception("The audit log cannot be written")  # the fixed text may go: it says nothing
+        return reply
 
     return answer
 
 
 @client_app.query("hello")
-@_discreet
+@_guarded
 def hello(message: Message, context: Context) -> Message:
     """Say which client this is, what it holds, and how much data it has."""
     header = header_of(message.content)
@@ -89,7 +101,7 @@ def hello(message: Message, context: Context) -> Message:
 
 
 @client_app.query("deliver")
-@_discreet
+@_guarded
 def deliver(message: Message, context: Context) -> Message:
     """Take a chunk of the payload of the next step."""
     header, folder = header_of(message.content), work_folder(context)
@@ -104,7 +116,7 @@ def deliver(message: Message, context: Context) -> Message:
 
 
 @client_app.query("fetch")
-@_discreet
+@_guarded
 def fetch(message: Message, context: Context) -> Message:
     """Send a chunk of what the last step left; with the last chunk it is deleted."""
     header, folder = header_of(message.content), work_folder(context)
@@ -120,7 +132,7 @@ def fetch(message: Message, context: Context) -> Message:
 
 
 @client_app.train("step")
-@_discreet
+@_guarded
 def step(message: Message, context: Context) -> Message:
     """Do some calls of the round script."""
     header, folder = header_of(message.content), work_folder(context)

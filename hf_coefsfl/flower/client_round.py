@@ -67,7 +67,7 @@ class ClientRound:
             trailing=bool(header.get("trailing")),
         )
         batches = node.batches(self.round_index)
-        self.lasting = LastingState(node.client)
+        self.lasting = LastingState(node.client, node.policy.max_rounds, node.policy.max_uploads)
         secret = self.lasting.secret if node.config.smashed_noise else None
         context = make_context(node.config, self.round_index, node.client, self.store, node.autocast, secret)
         optimizer = local_optimizer(node.config, node.parameters, learning_rate)

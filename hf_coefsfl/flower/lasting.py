@@ -33,8 +33,19 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
+def lasting_folder(client: int | None) -> Path:
+    """Return the folder of a client's lasting files: below HF_COEFSFL_WORK, or else the user's folder for state.
+
+    A client without a number has one, too: it may still send that it failed.
+    """
+    work = os.environ.get("HF_COEFSFL_WORK")
+    parent = Path(work or os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    common = private_folder(parent / f"hf_coefsfl-{os.getuid()}-lasting")
+    return private_folder(common / f"client-{'unknown' if client is None else client}")
+
+
 class LastingState:
-    """The lasting files of one client: below HF_COEFSFL_WORK, or else below the user's folder for state.
+    """The lasting files of one client.
 
     Args:
         client: its number.
@@ -43,10 +54,7 @@ class LastingState:
     """
 
     def __init__(self, client: int, most_rounds: int = MOST_ROUNDS, most_uploads: int = MOST_UPLOADS):
-        work = os.environ.get("HF_COEFSFL_WORK")
-        parent = Path(work or os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-        common = private_folder(parent / f"hf_coefsfl-{os.getuid()}-lasting")
-        self.folder = private_folder(common / f"client-{client}")
+        self.folder = lasting_folder(client)
         self.most_rounds, self.most_uploads = most_rounds, most_uploads
 
     @property

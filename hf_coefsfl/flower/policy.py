@@ -20,6 +20,7 @@ from ..methods.base import at_least
 from ..split.surgery import Cut
 from ..tasks import TASKS
 from .errors import ClientFailure, Code
+from .lasting import MOST_ROUNDS, MOST_UPLOADS
 from .options import RunOptions
 
 VARIABLE = "HF_COEFSFL_POLICY"
@@ -44,8 +45,10 @@ class Policy:
     train_split: str = field(default="train", metadata={"help": "The split that is trained on."})
     min_noise: float = field(default=0.0, metadata={"help": "The least smashed_noise."})
     min_blocks: int = field(default=1, metadata={"help": "The fewest blocks in the client half."})
-    max_rounds: int = field(default=10_000, metadata={"help": "The most rounds, of a run and of all runs together."})
-    max_uploads: int = field(default=100, metadata={"help": "How often the data of one round may be sent."})
+    max_rounds: int = field(
+        default=MOST_ROUNDS, metadata={"help": "The most rounds, of a run and of all runs together."}
+    )
+    max_uploads: int = field(default=MOST_UPLOADS, metadata={"help": "How often the data of one round may be sent."})
 
     def __post_init__(self) -> None:
         """Check the terms, whatever the file held."""

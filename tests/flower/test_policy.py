@@ -12,7 +12,8 @@ import yaml
 from flwr.app import Context, RecordDict
 
 from hf_coefsfl.flower import client_node
-from hf_coefsfl.flower.errors import Code
+from hf_coefsfl.flower.client_round import ClientRound
+from hf_coefsfl.flower.errors import ClientFailure, Code
 from hf_coefsfl.flower.options import read_client_config
 from hf_coefsfl.flower.policy import VARIABLE, Policy
 from hf_coefsfl.flower.wire import PROTOCOL, content, header_of
@@ -174,6 +175,19 @@ def test_a_node_without_data(site: Site) -> None:
     assert hello(site, everything, dataset="") == Code.SETUP.value[0]
     site.make_half()
     assert hello(site, everything | {"seed": 1}, **{"dataset": "", "client-half": "", "num-partitions": 2}) == 6
+
+
+def test_rounds_and_uploads_are_counted_against_the_policy(site: Site, tmp_path: Path) -> None:
+    site.make_half()
+    config = site.node_config(0) | {"policy": written(tmp_path, max_rounds=3, max_uploads=1)}
+    header = {"client": 0, "round": 0, "sequence": 0, "token": "t", "learning_rate": 0.1, "memory_limit": 0}
+    lasting = ClientRound(client_node.ClientNode(site.run_config(), config), tmp_path, header).lasting
+    for index in range(3):
+        lasting.count("run", index, 2, 2)
+    for index, reason in ((2, "1 times, the most that it may"), (3, "in 3 rounds, the most that it may")):
+        with pytest.raises(ClientFailure, match=reason) as refused:
+            lasting.count("run", index, 2, 2)
+        assert refused.value.code is Code.POLICY
 
 
 def test_a_half_that_sends_inputs(site: Site, no_data: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
