@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from ..federation.data_checks import RowCheck
 from ..protocol.loss import LANGUAGE_MODELS, LossSpec
 from ..protocol.messages import SmashedData
-from ..protocol.packing import Exchange, Mapped
+from ..protocol.packing import Exchange, Mapped, Packed
 from ..split.surgery import Cut
 from .wire import TransferError
 
@@ -149,6 +150,31 @@ class UploadCheck:
                     raise TransferError(f"the {name} of batch {batch} hold NaN or infinity")
         if samples < 0:
             raise TransferError(f"{-samples} samples more came than the client has")
+
+
+class Declared:
+    """What a client has said of the batches of its round. What it says of a batch again must be the same."""
+
+    def __init__(self) -> None:
+        self._forms: dict[int, bytes] = {}  # of each batch: a checksum
+
+    def check(self, sent: Exchange[SmashedData], batches: Iterable[int]) -> None:
+        """Refuse a batch with other labels, masks or shapes than it had at first."""
+        for batch, packed in zip(batches, sent.packed, strict=True):
+            form = _form(packed)
+            if self._forms.setdefault(batch, form) != form:
+                raise TransferError(f"batch {batch} has other labels, masks or shapes than at first")
+
+
+def _form(packed: Packed[SmashedData]) -> bytes:
+    """Return a checksum of a batch without what changes with the weights: activations and other real numbers."""
+    shapes = {name: tuple(part.shape) for name, part in packed.tensors.items()}
+    checksum = hashlib.sha256(repr((sorted(shapes.items()), sorted(packed.rest.shapes.items()))).encode())
+    for name, t in sorted(packed.rest.tensors().items()):
+        checksum.update(repr((name, t.dtype, tuple(t.shape))).encode())
+        if name.startswith("labels.") or name.endswith("attention_mask") or not t.is_floating_point():
+            checksum.update(t.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return checksum.digest()
 
 
 def check_tensors(expected: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> None:

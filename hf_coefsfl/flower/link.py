@@ -21,7 +21,7 @@ from ..protocol.messages import ClientResult, Message, Parameters, SmashedData
 from ..protocol.packing import Exchange
 from ..protocol.padding import kept_positions
 from ..protocol.wire import read_exchange, read_message, write_exchange, write_message
-from .checks import UploadCheck, check_observed, check_tensors
+from .checks import Declared, UploadCheck, check_observed, check_tensors
 from .transport import Channel, Deadline
 from .wire import TransferError, integer
 
@@ -139,6 +139,7 @@ class FlowerLink(ClientLink):
         self.most_batches = math.ceil(num_samples / check.batch_size)
         self.trained: dict[str, Tensor] = {}
         self._num_batches: int | None = None
+        self._declared = Declared()
         self._ahead: Exchange[SmashedData] | None = None  # batch 0, if it was uploaded before it was asked for
         self._waiting: list[dict[str, Any]] = []
         self._payload: Path | None = None
@@ -156,7 +157,10 @@ class FlowerLink(ClientLink):
         """Have the client upload; batch 0 may be here already."""
         asked = None if batches is None else list(batches)
         ahead, self._ahead = self._ahead, None
-        return ahead if ahead is not None and asked == [0] else self._ask_for(asked)
+        sent = ahead if ahead is not None and asked == [0] else self._ask_for(asked)
+        count = self.num_batches  # a method may count the batches over all epochs
+        self._declared.check(sent, range(count) if asked is None else [batch % count for batch in asked])
+        return sent
 
     def _ask_for(self, asked: list[int] | None) -> Exchange[SmashedData]:
         batches = self.most_batches if asked is None else len(asked)
