@@ -33,6 +33,10 @@ from tests.support.forged import (
 
 FAULTS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
     "error": (lambda m, r: Message(Error(1, "the disk is full"), reply_to=m), "Unanswered: the disk is full"),
+    "refused": (
+        lambda m, r: Message(Error(102, "Ada Example"), reply_to=m),
+        "Unanswered: E02: the client's policy refuses this run (its own log says why)",
+    ),
     "forged client": (lambda m, r: header_with(m, r, client=0), "the answer is for client=0 instead of"),
     "forged node": (from_elsewhere, "node 100 answered for node"),
     "another round": (lambda m, r: header_with(m, r, round=7), "the answer is for round=7 instead of 0"),
