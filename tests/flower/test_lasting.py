@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load
 
 from hf_coefsfl.flower.client_node import ClientNode
 from hf_coefsfl.flower.client_round import ClientRound
@@ -44,7 +44,7 @@ def asked(node: ClientNode, folder: Path, round_index: int = 0) -> torch.Tensor:
     }  # fmt: skip
     begun = ClientRound(node, folder, header)
     begun.run([{"do": "upload", "batches": None}], folder / "weights", folder / "outbox")
-    return load_file(folder / "outbox")["0.activations"]
+    return load((folder / "outbox").read_bytes())["0.activations"]
 
 
 def test_repeated_uploads_do_not_average_the_noise_away(tmp_path: Path, work: Path) -> None:
