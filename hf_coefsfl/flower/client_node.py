@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,9 +27,11 @@ from ..split import ClientHalf, load_client
 from ..split.placeholders import unwrapped
 from .errors import Code, failing_as
 from .memory import return_freed_memory
-from .options import read_client_config
+from .options import LABELS_ARE_TEXT, read_client_config
 from .policy import Policy
 from .wire import PROTOCOL
+
+logger = logging.getLogger(__name__)
 
 
 class HalfAlone:
@@ -127,6 +130,8 @@ class ClientNode:
 
     def introduce(self) -> dict[str, Any]:
         """Return what the server is told of this client."""
+        if self.loss_spec.labels_are_text:
+            logger.warning(LABELS_ARE_TEXT)
         return {
             "protocol": PROTOCOL,
             "version": __version__,

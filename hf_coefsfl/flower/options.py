@@ -37,6 +37,8 @@ _OF_PARTS = frozenset({
     "dataset_name", "dataset_config_name", "client_half", "num_clients", "partition", "partition_column",
     "dirichlet_alpha", "min_client_samples",
 })  # fmt: skip
+# What clients of a language model must know.
+LABELS_ARE_TEXT = "The labels of a language model are the text itself, so the server can read the clients' texts."
 
 
 @dataclass
@@ -61,6 +63,10 @@ class DeploymentOptions:
     max_samples: int = field(
         default=1_000_000, metadata={"help": "Most samples a client may have: what it may cost the server."}
     )
+    labels_reveal_text: bool = field(
+        default=False,
+        metadata={"help": "Deploy a language model, although the labels that clients send are their texts."},
+    )
 
     def __post_init__(self) -> None:
         """Check the options before anything is built."""
@@ -77,6 +83,8 @@ class DeploymentOptions:
         share = self.over_sampling
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < float("inf"):
             raise ValueError(f"over_sampling={self.over_sampling!r} must be a share of at least 0, such as 0.2.")
+        if not isinstance(self.labels_reveal_text, bool):
+            raise ValueError(f"labels_reveal_text={self.labels_reveal_text!r} must be true or false.")
         for name in ("chunk_size", "max_payload"):
             size = read_size(name, getattr(self, name))
             if not size:

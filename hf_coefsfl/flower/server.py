@@ -19,7 +19,7 @@ from ..trainer.trainer import SplitFedTrainer
 from .client_node import fingerprint
 from .deployment import Deployment
 from .memory import return_freed_memory
-from .options import DeploymentOptions, read_run_config
+from .options import LABELS_ARE_TEXT, DeploymentOptions, read_run_config
 from .roster import Roster
 from .transport import Courier
 
@@ -29,6 +29,8 @@ server_app = ServerApp()
 
 class DeployedTrainer(SplitFedTrainer):
     """A `SplitFedTrainer` without training data: clients have it, and train their half themselves."""
+
+    simulated = False
 
     def connect(self, courier: Courier, options: DeploymentOptions, max_tokens: int | None = None) -> None:
         """Wait for the clients, whose samples have at most `max_tokens`; from here on the trainer can train."""
@@ -82,6 +84,13 @@ def serve(grid: Grid, run_config: Mapping[str, Any]) -> DeployedTrainer:
     transformers_logging.set_verbosity_warning()
     options = read_run_config(run_config)
     config = options.config
+    if options.task.labels_are_text:
+        if not options.deployment.labels_reveal_text:
+            raise ValueError(
+                f"task={options.task.name!r} is not deployed unasked: {LABELS_ARE_TEXT} If all clients agree to that, "
+                "set labels_reveal_text = true in the run config."
+            )
+        logger.warning(LABELS_ARE_TEXT)
     check_folder(config)
     job = options.task(options.arguments)
     trainer, evaluated = make_trainer(job, config, DeployedTrainer, train=False)

@@ -119,6 +119,11 @@ class LossSpec:
         return {name: t for name, t in batch.items() if name not in labels}, labels
 
     @property
+    def labels_are_text(self) -> bool:
+        """Whether the labels are tokens of a text, which whoever gets them can read."""
+        return self.loss_type in LANGUAGE_MODELS
+
+    @property
     def has_known_curvature(self) -> bool:
         """Whether `output_blocks` knows this loss."""
         return self.loss_type in (*LANGUAGE_MODELS, *_CLASSES, SPANS)

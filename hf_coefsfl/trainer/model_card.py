@@ -138,6 +138,7 @@ class _Run:
         self.weights = Weights.of(trainer)
         self.folder = folder.absolute().name
         repo = trainer.hub_model_id or self.args.hub_model_id or self.folder
+        self.datasets = ", ".join(map(public_name, _listed(self.given.dataset or self.given.dataset_tags)))
         self.name: str = self.given.model_name or repo.rsplit("/", 1)[-1]
 
     def metadata(self, final: Results) -> ModelCardData:
@@ -163,7 +164,7 @@ class _Run:
         tags = [*self.trainer._tag_names, *_listed(self.kind or None), *_listed(self.given.tags)]
         return ModelCardData(
             base_model=None if is_local(self.base) else self.base or None,
-            datasets=ids or None,
+            datasets=ids if ids and self.trainer.simulated else None,  # it is for what a model was trained on
             eval_results=results or None,
             language=self.given.language,
             library_name="peft" if self.adapter else "transformers",
@@ -204,7 +205,7 @@ class _Run:
             "base": f"`{public_name(self.base)}` (`{name}`{place})" if self.base else f"a `{name}`",
             "dtype": self.weights.dtype,
             "weights": f"{self.weights}",
-            "datasets": ", ".join(map(public_name, _listed(self.given.dataset or self.given.dataset_tags))),
+            "datasets": self.datasets,
             "cut": split.cut,
             "num_blocks": split.num_blocks,
             "sides": format_table(rows, {"side": "", "blocks": "", "parameters": ",", "trained": ","}, markdown=True),
@@ -236,6 +237,9 @@ class _Run:
             settings["clients"] = f"{len(clients)}, with {low if low == high else f'{low} to {high}'} samples each"
             settings["clients a round"] = f"{sampled} (participation {args.participation:g})"
             settings["partition"] = partition
+        if not self.trainer.simulated:
+            settings["training data"] = "the clients' own, which did not leave them"
+            settings["evaluation data"] = f"the server's own{f': {self.datasets}' if self.datasets else ''}"
         rounds = f"{self.trainer.state.global_step} of {args.num_rounds}"
         if args.warmup_rounds and args.method != WARM_UP_METHOD:
             rounds += f", the first {args.warmup_rounds} of them {METHODS[WARM_UP_METHOD].title} (warm-up)"
@@ -251,8 +255,11 @@ class _Run:
             "seed": f"{args.seed}" + ("" if args.data_seed is None else f", and {args.data_seed} for the data"),
         }
         rows = [{"setting": setting, "value": value} for setting, value in settings.items()]
-        simulated = clients is None or self.trainer.federation is not None
-        return {"settings": format_table(rows, markdown=True), "simulated": simulated}
+        return {
+            "settings": format_table(rows, markdown=True),
+            "simulated": self.trainer.simulated,
+            "labels_are_text": self.trainer.loss_spec.labels_are_text,
+        }
 
     def communication(self) -> dict[str, Any]:
         """What crossed the cut, by kind."""

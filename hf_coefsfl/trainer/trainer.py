@@ -77,6 +77,8 @@ class SplitFedTrainer(ResumingTrainer, EvaluatingTrainer, SharingTrainer):
         preprocess_logits_for_metrics: as for `Trainer`.
     """
 
+    simulated = True  # whether the clients are objects here, with parts of `train_dataset`
+
     def __init__(
         self,
         model: PreTrainedModel | PeftModel,
