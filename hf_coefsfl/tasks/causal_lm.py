@@ -28,6 +28,7 @@ class CausalLM(TextTask):
     auto_model = AutoModelForCausalLM
     default_metrics = ("perplexity",)
     higher_is_better = False
+    needed_texts = ("completion",)
     truncates = True
     arguments: CompletionArguments
 

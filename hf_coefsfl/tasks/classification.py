@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
 from .arguments import TextArguments
 from .base import FineTuningTask, Prepared, load_from_hub_or_folder
-from .loading import with_class_labels
+from .loading import check_texts, with_class_labels
 from .metrics import class_scores
 
 
@@ -17,6 +17,20 @@ class TextTask(FineTuningTask):
     """What the tasks on text share: the tokenizer."""
 
     arguments: TextArguments
+    needed_texts: ClassVar[tuple[str, ...]] = ()  # roles whose every row must hold a text
+
+    def _raw_splits(self, train: bool = True, evaluation: bool = True) -> dict[str, Dataset]:
+        found = super()._raw_splits(train, evaluation)
+        for name, rows in found.items():
+            where = "the training set" if name == "train" else name
+            for role in [role for role in self.text_roles if role in rows.column_names]:
+                check_texts(rows, role, where, missing=role not in self.needed_texts)
+        return found
+
+    @property
+    def text_roles(self) -> tuple[str, ...]:
+        """The roles whose columns hold texts."""
+        return self.needed_texts
 
     def load_processor(self) -> Any:
         """Return the tokenizer, with a padding token and room for the samples."""
@@ -40,6 +54,11 @@ class TextClassification(TextTask):
     pipeline_tag = "text-classification"
     auto_model = AutoModelForSequenceClassification
     truncates = True
+
+    @property
+    def text_roles(self) -> tuple[str, ...]:
+        """All but the label; an empty cell is an empty text."""
+        return tuple(role for role in self.roles if role != self.label_role)
 
     def build(self, train: Dataset, evals: dict[str, Dataset], processor: Any) -> Prepared:
         """Tokenise; a batch is padded to its longest sample."""

@@ -98,6 +98,24 @@ def with_column_of(rows: Dataset, source: Dataset, column: str) -> Dataset:
     return concatenate_datasets([rows, source.select_columns([column])], axis=1)
 
 
+def check_texts(rows: Dataset, role: str, where: str, *, missing: bool) -> None:
+    """Refuse a column that does not hold texts, and unless `missing` one with an empty cell."""
+    feature = rows.features[role]
+    texts = rows.with_format("arrow").select_columns([role])[:][role] if len(rows) else None
+    if texts is None or (missing and not len(texts.drop_null())):
+        return
+    if texts.null_count and not missing:
+        row = texts.is_null().index(True).as_py()
+        raise DataError(f"The {role} of {where}, row {row}, is missing. Fill it in, or leave the row out.")
+    if "string" not in str(getattr(feature, "dtype", "")):
+        row = texts.is_valid().index(True).as_py()
+        value = repr(texts[row].as_py())
+        raise DataError(
+            f"The {role} of {where}, row {row}, is not a text, but {value[:60]}. Say which column holds the texts with "
+            f"--columns {role}=..., or make them strings."
+        )
+
+
 def with_class_labels(
     train: Dataset, evals: Mapping[str, Dataset], names: list[str] | None = None
 ) -> tuple[Dataset, dict[str, Dataset], list[str]]:

@@ -28,6 +28,7 @@ class QuestionAnswering(TextTask):
     pipeline_tag = "question-answering"
     auto_model = AutoModelForQuestionAnswering
     default_metrics = ("squad_v2",)
+    needed_texts = ("question", "context")
     arguments: QuestionArguments
 
     @cached_property

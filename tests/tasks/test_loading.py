@@ -131,6 +131,43 @@ def test_few_rows_of_many_classes() -> None:
     assert len(with_class_labels(Dataset.from_dict({"label": list(range(0, 20_000, 10))}), {})[2]) == 19_991
 
 
+@pytest.mark.parametrize(
+    ("task", "rows", "message"),
+    [
+        ("newsgroups", {"text": ["a", "b"], "label": [0, 1]}, None),
+        ("newsgroups", {"text": [None, "b"], "label": [0, 1]}, None),  # as an empty text
+        (
+            "newsgroups",
+            {"text": [None, 7], "label": [0, 1]},
+            "The text of .*, row 1, is not a text, but 7",
+        ),
+        (
+            "newsgroups",
+            {"text": [["a"]], "label": [0]},
+            r"The text of .*, row 0, is not a text, but \['a'\]",
+        ),
+        ("causal_lm", {"completion": ["a", None]}, "The completion of the training set, row 1, is missing"),
+        ("causal_lm", {"completion": [1.5]}, "The completion of the training set, row 0, is not a text, but 1.5"),
+        ("causal_lm", {"prompt": [None], "completion": ["a"]}, None),
+        ("squad_v2", {"context": ["a", None]}, "The context of the training set, row 1, is missing"),
+        ("squad_v2", {"question": [True, False]}, "The question of the training set, row 0, is not a text, but True"),
+    ],
+)
+def test_texts_of_every_kind(task: str, rows: dict[str, list[Any]], message: str | None, tmp_path: Path) -> None:
+    count = len(next(iter(rows.values())))
+    if task == "squad_v2":
+        answers = {"text": ["a"], "answer_start": [0]}
+        rows = {"id": list(map(str, range(count))), "question": ["a"] * count, "context": ["a"] * count} | rows
+        rows["answers"] = [answers] * count
+    Dataset.from_dict(rows).to_parquet(str(tmp_path / "train.parquet"))
+    job = TASKS[task](arguments(task, dataset_name=str(tmp_path)))
+    if message is None:
+        assert len(job._raw_splits(evaluation=False)["train"]) == count
+        return
+    with pytest.raises(DataError, match=message):
+        job._raw_splits(evaluation=False)
+
+
 def test_what_is_cut_off_is_told(caplog: pytest.LogCaptureFixture) -> None:
     rows = Dataset.from_dict({"input_ids": [[1] * n for n in (3, 8, 2, 8)]})
     tell_truncated({"train": rows.select([0, 2]), "dev": rows.select([1, 0])}, 8)
