@@ -137,7 +137,9 @@ class ServerRounds:
         if weights:
             rule = args.aggregation, args.hostile_clients
             mean = federated_average(trained, weights, owners, len(initial), self.accelerator, *rule)
-            unflatten_(averaged, mean)
+            beside = {name: torch.empty_like(t) for name, t in method.federated().items()}
+            unflatten_([*self.parameters, *beside.values()], mean)
+            method.adopt(beside)
             used = [client for client in weights if SMASHED not in reports[client].bounded]
             method.merge([ClientState(c, reports[c].num_samples, reports[c].kept) for c in used])
         now = flatten(self.parameters)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from ..protocol.client_side import ClientSide
@@ -70,6 +71,12 @@ class AccSFL(Method):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the head."""
         self.network.load_state_dict({name.removeprefix("auxiliary."): t for name, t in state.items()})
+
+    @torch.no_grad()
+    def adopt(self, averaged: Mapping[str, Tensor]) -> None:
+        """Go on with the average of the heads."""
+        for name, p in self.federated().items():
+            p.copy_(averaged[name])
 
     def round(self, client: ClientLink, server: ServerSide) -> None:
         """Train each side on its own loss."""

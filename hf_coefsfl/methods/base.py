@@ -112,11 +112,14 @@ class Method:
         """Restore what `state_dict` returned."""
 
     def federated(self) -> dict[str, Tensor]:
-        """Return the weights beside the model that travel to each client and are averaged with its adapter.
+        """Return the weights beside the model that travel to each client and back, with its adapter.
 
         What a client has made of them is in its `ClientSide.kept`, under the same names.
         """
         return {}
+
+    def adopt(self, averaged: Mapping[str, Tensor]) -> None:
+        """Take `federated` as the run's aggregation has made it of the clients'. Called before `merge`."""
 
     def merge(self, kept: Sequence[ClientState]) -> None:
         """Update the state from the clients' rounds, in client order. Called at the end of each round."""

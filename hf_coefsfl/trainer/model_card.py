@@ -254,6 +254,11 @@ class _Run:
             "exchange": args.exchange_dtype,
             "seed": f"{args.seed}" + ("" if args.data_seed is None else f", and {args.data_seed} for the data"),
         }
+        if args.aggregation != "mean":
+            withstood = f", against {args.hostile_clients} hostile clients a round" * (args.aggregation != "median")
+            settings["aggregation"] = args.aggregation.replace("_", " ") + withstood
+        if args.client_bound:
+            settings["most that a client counts"] = f"{args.client_bound:g} times the median of the round"
         rows = [{"setting": setting, "value": value} for setting, value in settings.items()]
         return {
             "settings": format_table(rows, markdown=True),

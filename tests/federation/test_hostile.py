@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hf_coefsfl import SplitFedTrainer
 from hf_coefsfl.federation.averaging import flatten
 from hf_coefsfl.federation.bounds import excesses, scale_update_, update_norms
 from hf_coefsfl.federation.ledger import ClientReport
+from hf_coefsfl.federation.simulation import Simulation
 from hf_coefsfl.protocol.meter import Meter
 from tests.support.federated import images, rounds, same, trainer, weights
 from tests.support.hostile import huge, poison
@@ -92,6 +94,24 @@ def test_a_large_update_is_scaled_down_and_told(
     }
     assert moved["bounded"] < 25 * moved["honest"]  # unbounded: 40,000 times, the square of 1000 / 5
     assert all(torch.equal(weights(bounded)[n], weights(honest)[n]) for n in bounded.server_parameters)
+
+
+@pytest.mark.parametrize("rule", ["bounded mean", "median"])
+def test_weights_beside_the_model_are_no_way_around(tmp_path: Path, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AccSFL's head is averaged by the same rule, and has a bound of its own."""
+    train = Simulation._train_client
+
+    def hostile(self: Simulation, round_index: int, client: int, *args: Any) -> ClientReport:
+        report = train(self, round_index, client, *args)
+        kept = {name: torch.full_like(t, 3e38) for name, t in report.kept.items()}
+        return replace(report, kept=kept) if client == 1 else report
+
+    monkeypatch.setattr(Simulation, "_train_client", hostile)
+    found = run(tmp_path, method="acc_sfl", **RULES[rule])
+    assert found.rounds is not None
+    assert all(t.abs().max() < 10 for t in found.rounds.method.state_dict().values())
+    failures = [e["failure"] for e in found.ledger.entries if "failure" in e]
+    assert failures == (["the size of its auxiliary update is not finite"] * 2 if rule == "bounded mean" else [])
 
 
 def test_claimed_samples_are_bounded(tmp_path: Path) -> None:

@@ -29,6 +29,10 @@ CASES: dict[str, dict[str, Any]] = {name: {"method": name} for name in sorted(ME
     "few clients": {"num_clients": 2, "participation": 1.0},  # a third process has none
     "lost clients": {"client_dropout_rate": 0.4, "on_client_failure": "skip", "seed": 1},
     "measured": {"staleness_probe": 1, "count_flops": True},
+    "bounded": {"client_bound": 1.0, "method": "acc_sfl"},
+    "trimmed mean, bounded": {"aggregation": "trimmed_mean", "client_bound": 1.0, "method": "gas"},
+    "median": {"aggregation": "median", "method": "acc_sfl"},
+    "krum": {"aggregation": "krum", "participation": 1.0},
 }
 # The method, and in the midst of what a process of the run dies.
 INTERRUPTED = {"killed in a round": ("gas", ROUND), "killed in an evaluation": ("fsl_sage", EVALUATION)}

@@ -50,6 +50,13 @@ def test_other_tasks_before_any_round(tmp_path: Path, name: str, task: str) -> N
     assert ("num_labels=3" in card) is ("classification" in task)
 
 
+def test_what_withstands_hostile_clients_is_named(tmp_path: Path) -> None:
+    run = SplitFedTrainer(tiny_bert(), config(tmp_path, aggregation="krum", hostile_clients=2, client_bound=5.0))
+    run.create_model_card()
+    assert re.search(r"\| aggregation +\| krum, against 2 hostile clients a round +\|", card_of(run))
+    assert re.search(r"\| most that a client counts +\| 5 times the median of the round +\|", card_of(run))
+
+
 def test_text_with_clients_of_its_own_and_the_best_round(tmp_path: Path) -> None:
     """The kept model is that of the best round, which the results must be of, unless it is evaluated again."""
 
