@@ -324,7 +324,8 @@ class SplitFedConfig(TrainingArguments):
 
     def make_method(self) -> Method:
         """Return the method of the run, with its options checked."""
-        assert not isinstance(self.method_kwargs, str)
+        if isinstance(self.method_kwargs, str):
+            raise ValueError(f"method_kwargs={self.method_kwargs!r} must be an object in JSON, such as {{}}.")
         return make_method(self.method, self.method_kwargs)
 
 

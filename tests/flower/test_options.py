@@ -21,6 +21,7 @@ from tests.support.federated import same, weights
         ({"over_sampling": -0.1}, "over_sampling=-0.1 must be a share of at least 0"),
         ({"chunk_size": "x"}, "chunk_size='x' is not a valid size"),
         ({"method": "fsl_sage"}, "method='fsl_sage' cannot be deployed"),
+        ({"method_kwargs": "x"}, "method_kwargs='x' must be an object in JSON"),
         ({"method": "x"}, "Unknown method 'x'"),
         ({"staleness_probe": 1}, "staleness_probe=1 cannot be deployed: it needs both sides in one process"),
         ({"client_dropout_rate": 0.5}, "real clients drop out by themselves"),
