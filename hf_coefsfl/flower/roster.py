@@ -159,13 +159,14 @@ class Roster:
         registered = number.isascii() and number.isdecimal()
         if registered and int(number) != client:
             raise TransferError(f"it says it is client {client}, its key is registered as client {int(number)}")
-        if not 0 <= client < (self._num_clients or _MOST_CLIENTS):
+        numbers = range(self._num_clients or _MOST_CLIENTS)
+        if client not in numbers:
             raise TransferError(f"it says it is client {client}, the run has {self._num_clients}")
         if not 1 <= samples <= self.max_samples:
             raise TransferError(f"it says it has {samples} samples, max_samples={self.max_samples} are allowed")
         if not _is_printable(name):
             raise TransferError("its name is empty, too long, or not printable")
-        if name.isdecimal() and name != str(client):
+        if name != str(client) and name.isdecimal() and int(name) in numbers:
             raise TransferError(f"it says it is called {name!r}, which another client is")
         if text(header, "half") != self.half:
             raise TransferError("its half of the model is not this run's: give it the folder of `coefsfl split`")

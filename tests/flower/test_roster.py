@@ -146,6 +146,8 @@ def test_a_name_keeps_nobody_out(nodes: Nodes, caplog: pytest.LogCaptureFixture)
     nodes.come(11, 1, name="Bern")
     assert looked(roster) == {0: 10, 1: 11}
     assert [roster.name(c) for c in range(2)] == ["Bern", "1"]
+    nodes.come(13, 2, name="117")  # there is no such client
+    assert looked(roster)[2] == 13 and roster.name(2) == "117"
     assert "Client 1 says it is called 'Bern', which another client is: it keeps its number." in caplog.text
 
 
