@@ -15,11 +15,9 @@ from ..config import SplitFedConfig
 from ..methods import Method
 from ..protocol.client_side import ClientSide
 from ..protocol.link import LocalLink, synchronize
-from ..protocol.loss import LossSpec
 from ..protocol.seeds import preserved_random_state
 from ..protocol.server_side import ServerSide
 from ..split import SplitModel
-from ..split.placeholders import unwrapped
 from .averaging import flatten, unflatten_
 from .batches import Batches, ClientData
 from .clients import Federation
@@ -49,17 +47,16 @@ class Simulation(ServerRounds):
     def __init__(
         self,
         split: SplitModel,
-        loss_spec: LossSpec,
+        check: RowCheck,
         federation: Federation,
         collate: Callable[[list[Any]], dict[str, Any]],
         args: SplitFedConfig,
         accelerator: Accelerator,
         observers: Sequence[Observer] = (),
     ):
-        super().__init__(split, loss_spec, federation, args, accelerator)
+        super().__init__(split, check.loss_spec, federation, args, accelerator)
         self.federation = federation
         self.observers = observers
-        check = RowCheck.of(unwrapped(split.model), loss_spec)
         self.data = ClientData(federation, collate, check, args)
 
     def close(self) -> None:

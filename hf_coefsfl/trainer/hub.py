@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shlex
 import shutil
 import time
@@ -23,7 +24,8 @@ from transformers import Trainer
 from transformers.utils import PushInProgress
 
 from ..split.sources import describe
-from .model_card import CardArguments, write_card
+from .model_card import CardArguments, public_name, write_card
+from .weights import Weights
 
 if TYPE_CHECKING:
     from .trainer import SplitFedTrainer
@@ -60,6 +62,7 @@ class Upload:
     revision: str | None = None
     private: bool = False
     token: str | None = field(default=None, repr=False)
+    base: tuple[str, str] = ("", "")  # the path of the base model here, and what is said of it there
 
     @classmethod
     def of(
@@ -67,7 +70,7 @@ class Upload:
     ) -> Upload:
         """Return the upload of a trainer's output folder to the repo that its arguments name."""
         args = trainer.args
-        folder = Path(args.output_dir or "")
+        folder, base = Path(args.output_dir or ""), Weights.of(trainer).base
         return cls(
             folder,
             trainer.hub_model_id or args.hub_model_id or folder.absolute().name,
@@ -75,6 +78,7 @@ class Upload:
             revision or args.hub_revision,
             bool(args.hub_private_repo),
             token or args.hub_token,
+            (base, trainer.card_arguments.finetuned_from or public_name(base)),
         )
 
     @property
@@ -99,15 +103,22 @@ class Upload:
                 f"  {self.command}"
             ) from None
 
-    def run(self, source: Path | None = None) -> CommitInfo:
-        """Upload the folder, or a copy of it, in one commit; a missing branch is created."""
+    def run(self) -> CommitInfo:
+        """Upload the folder as it is now."""
+        with self.explained():
+            copied = self._copied(_link)
+        with copied:
+            return self._upload(copied.name)
+
+    def _upload(self, copied: str) -> CommitInfo:
+        """Upload a copy of the folder in one commit; a missing branch is created."""
 
         def attempt() -> CommitInfo:
             if self.revision not in (None, "main") and not str(self.revision).startswith("refs/"):
                 _API.create_branch(self.repo_id, branch=str(self.revision), token=self.token, exist_ok=True)
             return _API.upload_folder(
                 repo_id=self.repo_id,
-                folder_path=str(source or self.folder),
+                folder_path=copied,
                 commit_message=self.message,
                 revision=self.revision,
                 token=self.token,
@@ -117,23 +128,41 @@ class Upload:
         with self.explained():
             return retried(attempt, self.token)
 
+    def _copied(self, copy: Callable[[Path, Path], Any]) -> TemporaryDirectory[str]:
+        """Return a copy of what is uploaded, in which the base model has a name instead of a path of this machine."""
+        copied = TemporaryDirectory(dir=self.folder, prefix="_upload-")
+        here, there = (json.dumps(name) for name in self.base)
+        for path in _uploaded_files(self.folder):
+            source, target = self.folder / path, Path(copied.name) / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            text = source.read_text(encoding="utf-8") if here != there and source.suffix == ".json" else ""
+            if here in text:
+                target.write_text(text.replace(here, there), encoding="utf-8")
+            else:
+                copy(source, target)
+        return copied
+
     def in_background(self) -> Future[CommitInfo]:
         """Upload a copy of the folder as it is now, while training continues. A failure is also logged."""
-        copied = TemporaryDirectory(dir=self.folder, prefix="_upload-")
-        for path in _uploaded_files(self.folder):
-            target = Path(copied.name) / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(self.folder / path, target)
+        copied = self._copied(shutil.copyfile)
 
         def job() -> CommitInfo:
             with copied:
                 try:
-                    return self.run(Path(copied.name))
+                    return self._upload(copied.name)
                 except UploadError as error:
                     logger.error("%s", error)
                     raise
 
         return _API.run_as_future(job)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file a second name, which takes no room; copy it if the file system has none."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _uploaded_files(folder: Path) -> list[str]:

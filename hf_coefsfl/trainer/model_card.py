@@ -186,7 +186,7 @@ class _Run:
         kind = {"lora": "LoRA"}.get(self.kind, self.kind.upper())
         rank = f" of rank {self.adapter.r} and alpha {self.adapter.lora_alpha}" if self.kind == "lora" else ""
         name, options = type(self.model).__name__, dataclasses.fields(method)  # type: ignore[arg-type]
-        place = ", from a folder: `adapter_config.json` has its path" if self.adapter and is_local(self.base) else ""
+        place = ", from a folder that `adapter_config.json` names" if self.adapter and is_local(self.base) else ""
         rows = [
             {
                 "side": half.side,

@@ -222,7 +222,7 @@ class SplitFedTrainer(ResumingTrainer, EvaluatingTrainer, SharingTrainer):
         for client in self.federation.examples():
             self._check_sample(collate(self.federation.rows(client, [0])))
         observers = self.probe, self.flops
-        return Simulation(self.split, self.loss_spec, self.federation, collate, self.args, self.accelerator, observers)
+        return Simulation(self.split, self.row_check, self.federation, collate, self.args, self.accelerator, observers)
 
     def _check_sample(self, batch: Any) -> None:
         missing = [name for name in self.label_names if name not in batch]

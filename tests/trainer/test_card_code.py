@@ -157,7 +157,7 @@ def test_a_card_tells_no_path_but_where_it_is(tmp_path: Path) -> None:
     run.create_model_card(dataset=str(tmp_path / "secret" / "stripes"))
     run.save_model()
     card = card_of(run)
-    assert "for `base` (`BertForSequenceClassification`, from a folder: `adapter_config.json` has its path)" in card
+    assert "for `base` (`BertForSequenceClassification`, from a folder that `adapter_config.json` names)" in card
     assert "trained on stripes." in card and str(tmp_path) not in card
     assert header(run).base_model is None and header(run).datasets is None
     adapter = json.loads((tmp_path / "here" / "out" / "adapter_config.json").read_text())

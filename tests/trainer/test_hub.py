@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from hf_coefsfl import load_adapter, load_client, split_model
-from hf_coefsfl.trainer.hub import NOT_UPLOADED, describe
+from hf_coefsfl.trainer.hub import NOT_UPLOADED, Upload, describe
+from hf_coefsfl.trainer.model_card import CardArguments
 from tests.support.federated import config, tiny_vit, trainer
 from tests.support.local_hub import TOKEN
 from tests.support.paths import ROOT, SUPPORT
@@ -141,6 +142,33 @@ def test_what_stays_at_home(path: str) -> None:
     from huggingface_hub.utils import filter_repo_objects
 
     assert not list(filter_repo_objects([path], ignore_patterns=list(NOT_UPLOADED)))
+
+
+@pytest.mark.parametrize("known_as", [None, "someone/base"])
+def test_no_path_of_the_base_model_is_uploaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known_as: str | None
+) -> None:
+    """What is uploaded names it; the local folder keeps the path, by which it loads."""
+    tiny_vit().save_pretrained(tmp_path / "base")
+    run = trainer(tmp_path / "run", type(tiny_vit()).from_pretrained(tmp_path / "base"))
+    run.save_model()
+    path, name = str(tmp_path / "base"), known_as or "base"
+    (tmp_path / "run" / "summary.json").write_text(json.dumps({"base": {"name_or_path": path}}))
+    run.card_arguments = CardArguments(finetuned_from=known_as)
+    uploaded: dict[str, str] = {}
+
+    def upload_folder(folder_path: str, **kwargs: Any) -> None:
+        files = [file for file in Path(folder_path).rglob("*") if file.suffix in (".json", ".md")]
+        uploaded.update({file.relative_to(folder_path).as_posix(): file.read_text() for file in files})
+
+    monkeypatch.setattr("hf_coefsfl.trainer.hub._API.upload_folder", upload_folder)
+    Upload.of(run, "test").run()
+    configs = [file for file in uploaded if file.endswith("adapter_config.json")]
+    assert len(configs) == 3 and not [file for file, text in uploaded.items() if path in text]
+    assert {json.loads(uploaded[file])["base_model_name_or_path"] for file in configs} == {name}
+    assert json.loads(uploaded["summary.json"])["base"]["name_or_path"] == name
+    local = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    assert local["base_model_name_or_path"] == path and not list((tmp_path / "run").glob("_upload-*"))
 
 
 def test_errors_show_no_signed_address() -> None:
