@@ -24,7 +24,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_every_message_has_a_line(site: Site) -> None:
     """Of a run whose payloads go in chunks: what the server got is what the clients noted, and nothing else."""
-    _, grid = site.deployed(num_rounds=1, chunk_size=2000)
+    _, grid = site.deployed(num_rounds=1, chunk_size=3000)
     got: dict[int, list[Message]] = {node: [] for node in grid.contexts}
     for reply in grid.received:
         got[reply.metadata.src_node_id].append(reply)
@@ -32,7 +32,7 @@ def test_every_message_has_a_line(site: Site) -> None:
         folder = client_process().submit(lasting_folder, client).result()
         assert stat.S_IMODE((folder / AUDIT_LOG).stat().st_mode) == 0o600
         noted = [line for line in lines(folder / AUDIT_LOG) if line["run"] == context.run_id]
-        assert len(noted) == len(got[node]) > 10
+        assert len(noted) == len(got[node]) > 5
         kinds = {"query.hello": {None}, "train.step": {0}, "query.deliver": {0}, "query.fetch": {0}}
         for kind, rounds in kinds.items():
             assert {line["round"] for line in noted if line["kind"] == kind} == rounds
