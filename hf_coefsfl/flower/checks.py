@@ -13,7 +13,7 @@ from torch import Tensor
 from ..federation.data_checks import RowCheck
 from ..protocol.loss import LANGUAGE_MODELS, LossSpec
 from ..protocol.messages import SmashedData
-from ..protocol.packing import Exchange, Mapped, Packed
+from ..protocol.packing import Exchange, Packed
 from ..split.surgery import Cut
 from .wire import TransferError
 
@@ -145,8 +145,7 @@ class UploadCheck:
             for name, part in packed.tensors.items():
                 if part.shape != shape or part.dtype not in self.dtypes:
                     raise TransferError(f"{name} of batch {batch} is {part.dtype} {tuple(part.shape)}")
-                values = part.values.read() if isinstance(part.values, Mapped) else part.values
-                if not all(bool(t.isfinite().all()) for t in (values, part.scale) if t is not None):
+                if not bool(part.unpack().isfinite().all()):  # a finite value times a finite scale may overflow
                     raise TransferError(f"the {name} of batch {batch} hold NaN or infinity")
         if samples < 0:
             raise TransferError(f"{-samples} samples more came than the client has")

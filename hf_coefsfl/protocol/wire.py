@@ -233,5 +233,7 @@ class _Reader:
         allowed: list[Any] = [None] if plain else shapes.get(wanted, [None])
         if not math.prod(values.shape):
             allowed = [None]
+        if scale is not None and scale.dtype != torch.float32:
+            raise ValueError(f"{name} comes with a scale of {scale.dtype}")
         if (None if scale is None else scale.shape) not in allowed:
             raise ValueError(f"{name} comes with a scale of shape {None if scale is None else tuple(scale.shape)}")

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,18 @@ from flwr.supercore.run import RunNotRunningException
 from torch import nn
 
 from hf_coefsfl.federation.simulation import Simulation
+from hf_coefsfl.flower.checks import UploadCheck
 from hf_coefsfl.flower.link import FlowerLink, Turn
 from hf_coefsfl.flower.transport import Courier, Deadline, Unanswered
-from hf_coefsfl.flower.wire import content, header_of
+from hf_coefsfl.flower.wire import TransferError, content, header_of
+from hf_coefsfl.protocol.messages import SmashedData
+from hf_coefsfl.protocol.packing import Exchange, Store
+from hf_coefsfl.protocol.wire import read_exchange, write_exchange
+from hf_coefsfl.split.surgery import Cut
 from tests.support.deployed import LONG, LocalGrid, Site
 from tests.support.federated import same, weights
 from tests.support.forged import forged
+from tests.support.toy import CLASSIFICATION
 
 RAISED = [SystemExit(1), KeyboardInterrupt(), MemoryError("no memory is left"), RecursionError("too deep")]
 
@@ -148,3 +155,22 @@ def test_deadlines_hold_between_batches_and_for_those_who_wait() -> None:
     with pytest.raises(Unanswered, match="no answer within 1000 s"):
         take(1, over)
     take(3, Deadline(LONG))  # whoever failed has left the turn to others
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_a_finite_scale_of_finite_values_that_overflow(dtype: str, tmp_path: Path) -> None:
+    store, labels = Store(dtype), {"labels": torch.zeros(2, dtype=torch.int64)}
+    smashed = SmashedData(torch.ones(2, 3, 4), labels=labels)
+    check = UploadCheck(CLASSIFICATION, Cut("", 1, 2, ()), smashed, labels, (torch.float32,), 2, 3)
+    sent = Exchange.of([smashed], store)
+    check.exchange(sent, 1, 2)
+    scale = sent.packed[0].tensors["activations"].scale
+    assert scale is not None
+    scale.fill_(3e38)
+    with pytest.raises(TransferError, match="the activations of batch 0 hold NaN or infinity"):
+        check.exchange(sent, 1, 2)
+    packed = sent.packed[0].tensors
+    packed["activations"] = replace(packed["activations"], scale=scale.double())
+    write_exchange(sent, tmp_path / "sent")
+    with pytest.raises(ValueError, match="comes with a scale of"):
+        read_exchange(tmp_path / "sent", SmashedData, store)
