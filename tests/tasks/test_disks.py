@@ -100,6 +100,7 @@ def test_other_commands(options: dict[str, str], tmp_path: Path, capsys: pytest.
 
 
 def test_an_answer_that_finds_no_room(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("hf_coefsfl.cli.methods_command.run", lambda arguments: "an answer")  # which takes a while
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert coefsfl(["methods"]) == 1
