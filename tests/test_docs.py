@@ -57,6 +57,18 @@ def test_named_files_exist(name: str) -> None:
     assert not [path for path in named if "your_" not in path and not (ROOT / path).exists()]
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_named_tests_exist(name: str) -> None:
+    """A page that names a test, as `room/test_file.py::test_name`, names one that is there."""
+    at = ""
+    for cell in re.findall(r"`((?:tests/)?\w+/test_\w+\.py(?:::test_\w+)?|::test_\w+)`", (ROOT / name).read_text()):
+        path, _, test = cell.partition("::")
+        at = path.removeprefix("tests/") or at
+        source = ROOT / "tests" / at
+        assert source.is_file(), f"{name} names {at}"
+        assert not test or f"def {test}(" in source.read_text(), f"{name} names {at}::{test}"
+
+
 @pytest.mark.slow
 def test_the_site(tmp_path: Path) -> None:
     """It builds without a warning (a dead link, a page that the menu lacks), and a reader needs no network."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from os import PathLike
 from pathlib import Path
 
@@ -114,7 +114,7 @@ class _RecordedServer(ServerSide):
         self.path = [self._weights()]
 
     def _weights(self) -> list[Tensor]:
-        return [p.detach().clone() for p in self._trained]
+        return [p.detach().to("cpu", copy=True) for p in self._trained]
 
     def forward(self, smashed: SmashedData, batch: int) -> object:
         """Note which server answers."""
@@ -135,9 +135,9 @@ class _RecordedServer(ServerSide):
     def fresh(self, smashed: SmashedData, batch: int, step: int) -> tuple[Tensor, Tensor]:
         """Return ∇ₛL and L at the weights after so many steps."""
         self.stand_at(step)
-        leaf = on_graph(smashed)
+        leaf = on_graph(smashed.to(self.context.device))
         loss = super().forward(leaf, batch).loss
-        return torch.autograd.grad(loss, leaf.activations)[0], loss.detach()
+        return torch.autograd.grad(loss, leaf.activations)[0].cpu(), loss.detach().cpu()
 
 
 class _RecordedClient(ClientSide):
@@ -148,7 +148,7 @@ class _RecordedClient(ClientSide):
         self._server, self._batch = server, 0
         self.updates: list[_Update] = []
         with torch.no_grad():
-            self.start = [self._smash(batch).detach() for batch in range(len(client.batches))]  # s₀
+            self.start = [self._smash(batch).detach().to("cpu") for batch in range(len(client.batches))]  # s₀
 
     def smash(self, batch: int) -> SmashedData:
         """Note the batch."""
@@ -162,7 +162,8 @@ class _RecordedClient(ClientSide):
         handle = self.live.activations.register_hook(entered.append)
         super().minimize(loss)
         handle.remove()
-        self.updates.append(_Update(batch, smashed, entered[0].detach(), self._server.answered.get(batch, 0)))
+        answering = self._server.answered.get(batch, 0)
+        self.updates.append(_Update(batch, smashed.to("cpu"), entered[0].detach().cpu(), answering))
 
 
 def probe_staleness(method: Method, client: ClientSide, server: ServerSide) -> list[ProbePoint]:
@@ -180,10 +181,10 @@ def _point(method: Method, client: _RecordedClient, server: _RecordedServer, ind
     start, batch = client.start[update.batch], update.batch
     stale, initial_loss = server.fresh(start, batch, update.answering)
     fresh, loss = server.fresh(update.smashed, batch, update.answering)
-    vanilla = fresh if index == update.answering else server.fresh(update.smashed, batch, index)[0]
+    stepwise = fresh if index == update.answering else server.fresh(update.smashed, batch, index)[0]
     kept = kept_positions(start, client.loss_spec)
     moved = without_padding(update.smashed.activations - start.activations, kept)
-    g0, used, near, far, delta = (t.flatten(1).float() for t in (stale, update.gradient, fresh, vanilla, moved))
+    g0, used, near, far, delta = (t.flatten(1).float() for t in (stale, update.gradient, fresh, stepwise, moved))
     norm, near_norm = (t.norm().clamp(min=1e-30) for t in (far, near))
     scaled = g0 * g0 * delta  # D δ
     moves = scaled.square().sum(1) > 0
@@ -231,8 +232,9 @@ def save_probe(points: Sequence[ProbePoint], path: Path) -> None:
 
 
 def load_probe(path: Path) -> list[ProbePoint]:
-    """Read what `save_probe` wrote."""
-    return [ProbePoint(**entry) for entry in json.loads(path.read_text())]
+    """Read what `save_probe` wrote. Points of an older version, which measured less, are left out."""
+    known = {f.name for f in fields(ProbePoint)}
+    return [ProbePoint(**entry) for entry in json.loads(path.read_text()) if entry.keys() == known]
 
 
 def plot_probe(points: Sequence[ProbePoint], path: str | PathLike[str]) -> None:

@@ -60,6 +60,13 @@ def _first_scores(result: Result | None) -> dict[int, float]:
     return {seed: float(value) for seed, value in firsts.items() if value is not None}
 
 
+def _heading(place: Place, places: Sequence[Place]) -> str:
+    """Return what tells a place from the others, and at least its task."""
+    words = zip(place, ("{}", "{}", "{}", "cut {}"), zip(*places, strict=True), strict=True)
+    shown = [pattern.format(word) for i, (word, pattern, all_) in enumerate(words) if i == 0 or len(set(all_)) > 1]
+    return ", ".join(shown)
+
+
 def difference_rows(places: Mapping[Place, Sequence[Result]], baseline: str) -> list[dict[str, str]]:
     """Return a row for each method: its difference to the baseline at each place, and over all of them."""
     by_name = {place: {r.cell.variant.name: r for r in found} for place, found in places.items()}
@@ -69,7 +76,7 @@ def difference_rows(places: Mapping[Place, Sequence[Result]], baseline: str) -> 
         groups = {place: d for place, found in by_name.items() if (d := paired(found, name, baseline)) is not None}
         if not groups:
             continue
-        row = {"Method": name} | {f"{p[0]}, {p[2]}": str(Difference.of([d])) for p, d in groups.items()}
+        row = {"Method": name} | {_heading(p, list(places)): str(Difference.of([d])) for p, d in groups.items()}
         if len(places) > 1:
             row["all"] = str(Difference.of(list(groups.values()))) if len(groups) == len(places) else ""
         rows.append(row)

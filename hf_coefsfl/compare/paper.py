@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _FREE = {
     "eval_strategy", "eval_steps", "eval_on_start", "logging_steps", "save_steps", "save_strategy", "save_total_limit",
     "report_to", "disable_tqdm", "staleness_probe", "count_flops", "per_device_eval_batch_size", "use_cpu", "bf16",
-    "dataloader_num_workers", "dataloader_pin_memory", "gradient_checkpointing", "on_client_failure",
+    "dataloader_num_workers", "dataloader_pin_memory", "gradient_checkpointing", "on_client_failure", "max_lost_rounds",
     "partition", "dirichlet_alpha", "partition_column", "model_name_or_path", "dataset_name",
     "learning_rate", "seed", "cut", "method", "method_kwargs",
 }  # fmt: skip

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from hf_coefsfl.analysis.cost import CostModel, Round
-from hf_coefsfl.analysis.staleness import ProbePoint, plot_probe, probe_staleness, summarize_probe
+from hf_coefsfl.analysis.staleness import (
+    ProbePoint,
+    load_probe,
+    plot_probe,
+    probe_staleness,
+    save_probe,
+    summarize_probe,
+)
 from hf_coefsfl.methods import METHODS, make_method
 from hf_coefsfl.protocol.loss import LossSpec
 from hf_coefsfl.protocol.messages import SmashedData
@@ -48,6 +55,16 @@ def test_resume_keeps_what_was_probed(tmp_path: Path) -> None:
     resumed = trainer(tmp_path / "b", **changes)
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
     assert whole.probe.points == resumed.probe.points and same(weights(whole), weights(resumed))
+
+
+def test_points_of_an_older_version_are_left_out(tmp_path: Path) -> None:
+    points = probe_staleness(make_method("reuse"), *toy_sides(CLASSIFICATION, 2))
+    save_probe(points, tmp_path / "probe.json")
+    assert load_probe(tmp_path / "probe.json") == points
+    entries = json.loads((tmp_path / "probe.json").read_text())
+    del entries[0]["norm"]
+    (tmp_path / "probe.json").write_text(json.dumps(entries))
+    assert load_probe(tmp_path / "probe.json") == points[1:]
 
 
 def test_first_update_is_fresh() -> None:
@@ -208,7 +225,7 @@ def test_both_parts_against_plain_autograd() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_first_order_of_both_moves(seed: int) -> None:
-    """The proposition of docs/feedback.md: what is left of Hδ + MΔ falls with the square of the moves."""
+    """The proposition of docs/feedback.md: what is left of Hδ + CΔ falls with the square of the moves."""
     client, server = toy_sides(CLASSIFICATION, 1, seed=seed)
     server.half.double()
     labels = client.batches[0]["labels"]

@@ -60,6 +60,13 @@ def test_the_table(tmp_path: Path) -> None:
     assert more_tables(found, tmp_path, []) == ""
 
 
+def test_places_that_differ_in_the_cut_have_columns_of_their_own() -> None:
+    task = {"task": "cifar100", "model": "ViT", "model_name_or_path": "somewhere/vit", "cuts": [1, 2]}
+    found = results({"vanilla": [70, 60], "reuse": [69, 59]}, tasks=[task])
+    (row,) = difference_rows(by_place(found), "Vanilla SFL")
+    assert list(row) == ["Method", "CIFAR-100, cut 1", "CIFAR-100, cut 2", "all"]
+
+
 def test_a_baseline_must_be_a_row() -> None:
     with pytest.raises(ValueError, match=r"baselines: no row is called 'Vanila SFL'\. Did you mean Vanilla SFL\?"):
         results({"vanilla": [1.0], "reuse": [1.0]}, baselines=["Vanila SFL"])

@@ -13,7 +13,7 @@ from .plots import by_place, place_name
 
 _PROBED = {
     "error": "used_error", "by activations": "activation_error", "by server": "server_error",
-    "cosine": "used_cosine", "displacement": "displacement",
+    "cosine": "used_cosine", "displacement": "displacement", "best λ": "best_lambda",
 }  # fmt: skip
 
 
@@ -40,14 +40,18 @@ def _staleness(results: Sequence[Result], runs: Path) -> list[str]:
         for result in found:
             points = staleness(result, runs)
             if points:
-                means = {label: mean(p[f"probe_{key}"] for p in points) for label, key in _PROBED.items()}
+                means = {
+                    label: mean(known) if (known := [p[key] for p in points if key in p]) else None
+                    for label, key in ((label, f"probe_{name}") for label, name in _PROBED.items())
+                }
                 rows.append({"Method": result.cell.variant.name} | means)
         if rows:
             table = format_table(rows, {"Method": ""} | dict.fromkeys(_PROBED, ".2f"), markdown=True)
             note = (
                 "Relative error of the gradient that enters the client half against vanilla's of the same step, the "
-                "parts of it that the activations' and the server's move cause, its cosine with vanilla's, and ‖δ‖: "
-                "means over the local updates of the probed rounds."
+                "parts of it that the activations' and the server's move cause, its cosine with vanilla's, ‖δ‖, and "
+                "the median λ* of Proposition 1: means over the local updates of the probed rounds in which the "
+                "activations have moved."
             )
             texts.append(f"**Staleness: {place_name(place)}**\n\n{table}\n\n{note}\n")
     return texts
