@@ -29,13 +29,15 @@ def _norm(t: Tensor) -> float:
 def excesses(values: Mapping[int, Values], factor: float) -> dict[int, Values]:
     """Return, for each client with a value above `factor` times the median of the clients, what brings it down to that.
 
-    The median is the lower one: of two clients it is the smaller value. Of one it is the client's own.
+    The median is the lower one: of two clients it is the smaller value. Of one it is the client's own. Values of 0 do
+    not count: who sends nothing new holds up nobody else.
 
     >>> excesses({3: {"norm": 1.0}, 4: {"norm": 2.0}, 8: {"norm": 100.0}}, factor=5)
     {8: {'norm': 0.1}}
     """
     names = next(iter(values.values()), {})
-    limits = {name: factor * median_low(of[name] for of in values.values()) for name in names}
+    above = {name: [of[name] for of in values.values() if of[name] > 0] for name in names}
+    limits = {name: factor * median_low(found) if found else 0.0 for name, found in above.items()}
     scales = {
         client: {name: limits[name] / value for name, value in of.items() if value > limits[name]}
         for client, of in values.items()

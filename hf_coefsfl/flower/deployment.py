@@ -175,9 +175,10 @@ class Deployment(ServerRounds):
     def sample(self, round_index: int) -> tuple[int, list[int]]:
         """Return how many clients a round needs, and whom it asks.
 
-        They are the simulation's; others are drawn instead of those who are not there, and for over-sampling.
+        They are the simulation's; others are drawn instead of those who are not there or fail again and again, and
+        for over-sampling.
         """
-        there = set(self.roster.online())
+        there = set(self.roster.ready(self.least_clients()))
         wanted = sample_clients(self.args.seed, round_index, len(self.roster), self.args.participation)
         needed = len(wanted)
         total = math.ceil(needed * (1 + self.options.over_sampling))

@@ -20,9 +20,12 @@ from .transport import Courier, Deadline
 from .wire import PROTOCOL, TransferError, header_of, integer, text
 
 logger = logging.getLogger(__name__)
-# Seconds: how long rounds wait for introductions, how long one may take, and when one that failed is asked for again.
-_GRACE, _PATIENCE, _AGAIN = 60.0, 3600.0, 120.0
+# Seconds: how long introductions are waited for at the start and when a client may be coming back, how long at other
+# rounds, how long one may take, and when one that failed is asked for again.
+_GRACE, _LATER, _PATIENCE, _AGAIN = 60.0, 5.0, 3600.0, 120.0
 _MOST_CLIENTS = 10**6
+_LONGEST_PAUSE = 6  # as a power of two, in rounds
+_INTRODUCTION = ("client", "name", "num_samples", "version", "half")
 
 
 class Taken(TransferError):
@@ -53,6 +56,9 @@ class Roster:
         self.courier, self.half, self._num_clients, self.max_samples = courier, half, num_clients, max_samples
         self.members: dict[int, Member] = {}
         self._failed: set[int] = set()  # clients whose last round came to nothing
+        self._failures: dict[int, int] = {}  # of clients: failures in a row
+        self._pauses: dict[int, int] = {}  # of clients that failed again and again: rounds that go on without them
+        self._begun = False
         self._claims: dict[int, dict[str, Any]] = {}  # what nodes say that wait for a number, in order of arrival
         self._refused: dict[int, float] = {}  # nodes, and when they are asked again
         self._reasons: dict[int, str] = {}  # why nodes were not taken on when they last asked
@@ -62,12 +68,13 @@ class Roster:
         self._online: dict[int, str] = {}  # nodes, and the names that their keys are registered with
 
     def close(self) -> None:
-        """Fix the number of clients if it was not given: as many as are there now."""
-        self._num_clients = len(self)
+        """Fix the number of clients if it was not given: as many as are there now. Higher numbers are not taken on."""
+        self._begun, self._num_clients = True, len(self)
+        self.members = {client: member for client, member in self.members.items() if client < len(self)}
 
     def __len__(self) -> int:
         """Return the number of clients of the run."""
-        return self._num_clients or max(self.members, default=-1) + 1
+        return len(self.members) if self._num_clients is None else self._num_clients
 
     @property
     def sizes(self) -> list[int]:
@@ -83,15 +90,34 @@ class Roster:
         return [client for client, member in sorted(self.members.items()) if member.node in self._online]
 
     def note(self, succeeded: Mapping[int, bool]) -> None:
-        """Take note of a round. Who failed is asked again who it is, and loses its number to a node that claims it."""
+        """Take note of a round. Who failed is asked again who it is, and loses its number to a node that claims it.
+
+        Who fails n times in a row is left out of 2**(n - 1) - 1 rounds: a single failure costs nothing.
+        """
+        self._pauses = {client: rounds - 1 for client, rounds in self._pauses.items() if rounds > 1}
         for client, well in succeeded.items():
-            (self._failed.discard if well else self._failed.add)(client)
+            if well:
+                self._failed.discard(client)
+                self._failures.pop(client, None)
+                self._pauses.pop(client, None)
+            else:
+                self._failed.add(client)
+                self._failures[client] = self._failures.get(client, 0) + 1
+                self._pauses[client] = 2 ** min(self._failures[client] - 1, _LONGEST_PAUSE) - 1
+
+    def ready(self, least: int) -> list[int]:
+        """Return the clients that are there, without those that failed again and again if `least` others are there."""
+        there = self.online()
+        others = [client for client in there if not self._pauses.get(client)]
+        return others if len(others) >= least else there
 
     def wait_for(self, least: int, seconds: float) -> bool:
         """Look for nodes until so many clients are there; return whether they are.
 
-        Those who are asked for the first time get some time to answer, and are taken on later if they need more.
+        Those who are asked for the first time get some time to answer, and are taken on later if they need more. They
+        get more of it if a client has just failed for the first time, which may have been restarted.
         """
+        grace = _GRACE if not self._begun or 1 in self._failures.values() else min(_GRACE, _LATER)
         end, logged = time.monotonic() + seconds, time.monotonic()
         enough = math.inf  # since when
         while True:
@@ -99,7 +125,7 @@ class Roster:
             there = len(self.online())
             now = time.monotonic()
             enough = min(enough, now) if there >= least else math.inf
-            if now - enough > _GRACE or (there >= least and all(now - t > _GRACE for t in self._asked.values())):
+            if now - enough > grace or (there >= least and all(now - t > grace for t in self._asked.values())):
                 return True
             if now >= end:
                 return there >= least
@@ -114,6 +140,8 @@ class Roster:
         now = time.monotonic()
         self._refused = {node: until for node, until in self._refused.items() if node in self._online and now < until}
         self._claims = {node: header for node, header in self._claims.items() if node in self._online}
+        self._reasons = {node: reason for node, reason in self._reasons.items() if node in self._online}
+        self._met &= self._online.keys()
         sound = {member.node for client, member in self.members.items() if client not in self._failed}
         known = sound | self._refused.keys() | self._asked.keys() | self._claims.keys()
         for node in sorted(self._online.keys() - known):
@@ -147,7 +175,8 @@ class Roster:
     def _ask(self, node: int) -> None:
         try:
             reply = self.courier.ask(node, "query.hello", {"protocol": PROTOCOL}, None, Deadline(_PATIENCE))
-            self._answers[node] = header_of(reply)
+            header = header_of(reply)
+            self._answers[node] = {name: header[name] for name in _INTRODUCTION if name in header}
         except BaseException as error:  # an answer, too: who waits for it must not wait for ever
             self._answers[node] = error if isinstance(error, Exception) else TransferError(repr(error))
 
@@ -161,7 +190,7 @@ class Roster:
             raise TransferError(f"it says it is client {client}, its key is registered as client {int(number)}")
         numbers = range(self._num_clients or _MOST_CLIENTS)
         if client not in numbers:
-            raise TransferError(f"it says it is client {client}, the run has {self._num_clients}")
+            raise TransferError(f"it says it is client {client}, the run has {self._num_clients}, numbered from 0")
         if not 1 <= samples <= self.max_samples:
             raise TransferError(f"it says it has {samples} samples, max_samples={self.max_samples} are allowed")
         if not _is_printable(name):
@@ -175,6 +204,9 @@ class Roster:
             if not self._gives_way(client, present, registered):
                 raise Taken(f"it says it is client {client}, which is node {present.node}")
             logger.info("Client %d is node %d from now on. It was node %d.", client, node, present.node)
+            if registered and not present.registered:  # what the other did does not count against the owner of the key
+                self._failures.pop(client, None)
+                self._pauses.pop(client, None)
         others = {c: member for c, member in self.members.items() if c != client and member.node != node}
         if any(member.name == name for member in others.values()):
             logger.warning(

@@ -42,6 +42,11 @@ class DeployedTrainer(SplitFedTrainer):
                 "min_clients."
             )
         roster.close()
+        if len(roster.online()) < options.min_clients:
+            raise ValueError(
+                f"{len(roster)} clients came, and only {len(roster.online())} of them have a number below that. "
+                "Number the clients from 0 (partition-id), or set num_clients."
+            )
         asked = math.ceil(num_sampled(len(roster), self.args.participation) * (1 + options.over_sampling))
         if asked < options.min_clients:
             raise ValueError(

@@ -79,7 +79,7 @@ def _run(flower: Loopback, config: dict[str, object]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("authenticate", [False, True])
 def test_a_killed_client_comes_back(tmp_path: Path, authenticate: bool) -> None:
-    """It is killed in its second round and started again at once: it fails in that round, and in no later one.
+    """It is killed in its second round and started again at once: it fails in that round or the next, and in no other.
 
     With authentication, a node whose key is registered for another number is not taken on.
     """
@@ -108,12 +108,9 @@ def test_a_killed_client_comes_back(tmp_path: Path, authenticate: bool) -> None:
         log = flower.log("node1")
     assert said and "ServerApp finished running" in said[0], said
     entries = json.loads((output / "communication.json").read_text())["entries"]
-    assert [(e["round"], "failure" in e) for e in entries if e["client"] == "1"] == [
-        (1, False),
-        (2, True),
-        (3, False),
-        (4, False),
-    ], said[0]
+    failed = [e["round"] for e in entries if e["client"] == "1" and "failure" in e]
+    assert failed in ([2], [3]), said[0]  # it may have answered in the second before it was killed
+    assert sum(e["client"] == "1" for e in entries) == 4, said[0]
     assert ("Failed to activate SuperNode" in log) == authenticate
     assert ("it says it is client 7, its key is registered as client 2" in said[0]) == authenticate
 

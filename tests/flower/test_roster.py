@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from flwr.app import RecordDict
 
 from hf_coefsfl import __version__
 from hf_coefsfl.flower import roster as module
+from hf_coefsfl.flower.deployment import Deployment
 from hf_coefsfl.flower.roster import Roster
 from hf_coefsfl.flower.wire import content
 from tests.support.deployed import LONG
@@ -184,3 +186,82 @@ def test_silent_nodes_hold_up_one_round_for_a_moment(nodes: Nodes, monkeypatch: 
     monkeypatch.setattr(roster, "refresh", crowded)
     assert roster.wait_for(1, LONG)
     assert roster.online() == [0] and 11 in roster._refused and 12 in roster._asked
+
+
+def test_a_later_node_that_is_silent_costs_a_moment(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a client has just failed for the first time, and may be the one that comes."""
+    monkeypatch.setattr(module, "_GRACE", LONG)
+    monkeypatch.setattr(module, "_LATER", 0.1)
+    roster = roster_of(nodes)
+    nodes.come(10, 0)
+    assert roster.wait_for(1, LONG)
+    roster.close()
+    nodes.come(11, 1)
+    nodes.says[11] = None
+    assert roster.wait_for(1, LONG) and 11 in roster._asked
+    roster.note({0: False})
+    nodes.come(12, 2)
+    nodes.says[12] = None
+    start = time.monotonic()
+    assert roster.wait_for(1, 0.5) and time.monotonic() - start >= 0.5
+
+
+def test_who_fails_again_and_again_is_left_out(nodes: Nodes) -> None:
+    """For 1, 3, 7 ... rounds after the second failure in a row, as long as enough others are there."""
+    roster = roster_of(nodes)
+    for client in range(3):
+        nodes.come(10 + client, client)
+    looked(roster)
+    asked = list[int]()
+    for index in range(200):
+        if 1 in roster.ready(2):
+            asked.append(index)
+        roster.note({client: client != 1 for client in roster.ready(2)})
+        roster.refresh()
+    assert asked == [0, 1, 3, 7, 15, 31, 63, 127, 191]
+    assert roster.ready(3) == [0, 1, 2]
+    args = SimpleNamespace(seed=0, participation=1.0)
+    deployed = SimpleNamespace(
+        roster=roster, args=args, options=SimpleNamespace(over_sampling=0.0), least_clients=lambda: 2
+    )
+    assert all(Deployment.sample(deployed, index) == (3, [0, 2]) for index in range(9))  # type: ignore[arg-type]
+    roster.note({1: True})
+    assert roster.ready(2) == [0, 1, 2]
+
+
+def test_a_registered_key_does_not_pay_for_a_squatter(nodes: Nodes) -> None:
+    roster = roster_of(nodes)
+    nodes.come(10, 0)
+    nodes.come(11, 1)
+    looked(roster)
+    for _ in range(3):
+        roster.note({1: False})
+    assert roster.ready(1) == [0]
+    nodes.come(12, 1, key="1")
+    assert looked(roster) == {0: 10, 1: 12} and roster.ready(1) == [0, 1]
+
+
+def test_a_huge_number_does_not_make_many_clients(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+    """Without num_clients a run has as many clients as came."""
+    roster = Roster(nodes, "h", None, 10**6)
+    for node, client in ((10, 0), (11, 999_999), (12, 1)):
+        nodes.come(node, client)
+    looked(roster)
+    roster.close()
+    assert len(roster) == 3 and roster.sizes == [5, 5, 0] and looked(roster) == {0: 10, 1: 12}
+    assert "Node 11 is not taken on: it says it is client 999999, the run has 3, numbered from 0." in caplog.text
+
+
+def test_nothing_is_kept_of_those_who_are_gone(nodes: Nodes) -> None:
+    """And of those who wait for a number, what they introduced themselves with and nothing else."""
+    roster = roster_of(nodes)
+    nodes.come(10, 0)
+    looked(roster)
+    nodes.come(11, 0, more="x" * 1000)
+    nodes.come(12, 7)
+    looked(roster)
+    assert roster._reasons.keys() == {11, 12} and "more" not in roster._claims[11]
+    nodes.leave(11)
+    nodes.leave(12)
+    looked(roster)
+    assert not roster._reasons and not roster._claims and roster._met == {10}
