@@ -33,7 +33,8 @@ def note(reply: Message, kind: str, context: Context) -> None:
         data = (reply.error.reason or "").encode()
         line |= _sums(data) | {"error": reply.error.code}
     else:
-        line |= {"round": header_of(reply.content).get("round")} | sums_of(reply.content)
+        index = header_of(reply.content).get("round")  # as the server said it
+        line |= {"round": index if type(index) is int else None} | sums_of(reply.content)
     client = context.node_config.get("partition-id")
     path = lasting_folder(client if isinstance(client, int) else None) / AUDIT_LOG
     _append(path, json.dumps(line, default=repr) + "\n")

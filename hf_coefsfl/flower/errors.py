@@ -10,10 +10,19 @@ from contextlib import contextmanager
 from enum import Enum
 
 from flwr.app import Error
+from flwr.common.constant import ErrorCode
 
 from .wire import TransferError
 
-_FIRST, _LAST = 100, 199  # numbers of Flower's `Error` that are a client's; Flower's own are below
+_OF_FLOWER = {
+    ErrorCode.LOAD_CLIENT_APP_EXCEPTION: "the client's ClientApp cannot be loaded",
+    ErrorCode.CLIENT_APP_RAISED_EXCEPTION: "the client's ClientApp failed",
+    ErrorCode.MESSAGE_UNAVAILABLE: "the message is gone: its time was over before the client took it",
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "the answer is gone: its time was over",
+    ErrorCode.NODE_UNAVAILABLE: "the client's node is gone",
+    ErrorCode.INVALID_FAB: "the client does not take the app of this run",
+    ErrorCode.CLIENT_APP_CRASHED: "the client's ClientApp ended without an answer",
+}
 
 
 class Code(Enum):
@@ -58,11 +67,11 @@ def code_of(error: BaseException) -> Code:
 
 
 def told(error: Error) -> str:
-    """Return what the server's log says of an error: of a client's own only the code counts."""
+    """Return what the server's log says of an error, of which only the code counts: the words are anyone's."""
     for code in Code:
         number, words = code.value
         if number == error.code:
             return f"{words} (its own log says why)"
-    if _FIRST <= error.code <= _LAST:
-        return f"the client reports error {error.code}, which this version does not know"
-    return error.reason or f"Flower reports error {error.code}"
+    if error.code in _OF_FLOWER:
+        return f"{_OF_FLOWER[error.code]} (error {error.code} of Flower)"
+    return f"the client reports error {error.code}, which this version does not know"

@@ -41,10 +41,14 @@ class ForkExecutor(SubprocessExecutor):
     def __init__(self, secret: Path) -> None:
         self._secret, self._forks = secret, set[int]()
 
+    def get_eligible_capacity(self, *_: Any, **__: Any) -> tuple[set[TaskType], set[str]]:
+        """Ask for messages to the ClientApp alone: all else is code that a run brings along."""
+        return {TaskType.CLIENT_APP}, set()
+
     def launch(self, spec: ExecutionSpec) -> LaunchResult:
         """Start the ClientApp for one message."""
         if spec.task_type != TaskType.CLIENT_APP:
-            return super().launch(spec)
+            return LaunchResult.failed(f"{spec.task_type} is not run here: its code comes with the run.")
         address = TASK_TYPE_TO_APPIO_API_ADDRESS_ARG[spec.task_type]
         arguments = [address, spec.runtime_api_address, "--token", spec.token, "--parent-pid", str(os.getpid())]
         if spec.insecure:

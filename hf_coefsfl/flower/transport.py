@@ -104,8 +104,8 @@ class Courier:
                 time.sleep(pause)
                 pause = min(pause * 1.5, _LONGEST_POLL)
         except BaseException as error:  # of which some are Flower's, and nobody else sees this thread end
-            told = error if isinstance(error, Exception) else Unanswered(f"{type(error).__name__}: {error}")
-            answered.set_exception(told)
+            plain = error if isinstance(error, Exception) else Unanswered(f"{type(error).__name__}: {error}")
+            answered.set_exception(plain)
 
     def _tried(self, function: Callable[[Any], Iterable[Any]], argument: Any) -> list[Any]:
         """Call Flower for one message. An error of the transport ends the run, any other is this message's alone."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from flwr.app import Context, Message, RecordDict
 
-from hf_coefsfl.flower.audit import AUDIT_LOG, sums_of
+from hf_coefsfl.flower.audit import AUDIT_LOG, note, sums_of
 from hf_coefsfl.flower.errors import Code
 from hf_coefsfl.flower.lasting import lasting_folder
 from hf_coefsfl.flower.wire import PROTOCOL, content
@@ -59,6 +59,18 @@ def test_a_message_that_cannot_be_noted_does_not_leave(
     assert "The audit log cannot be written" in caplog.text
     assert hello(**{"partition-id": "x"}).error.code == Code.SETUP.value[0]
     assert [line["error"] for line in lines(lasting_folder(None) / AUDIT_LOG)] == [Code.SETUP.value[0]]
+
+
+def test_what_the_server_says_is_not_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The round is echoed: only a number is one."""
+    monkeypatch.setenv("HF_COEFSFL_WORK", str(tmp_path))
+    context = Context(1, 1, {"partition-id": 0}, RecordDict(), {})
+    for said in ("line\n" * 9, True, 2.5, 3):
+        asked = Message(content({"protocol": PROTOCOL}), 1, "query.fetch")
+        asked.metadata.__dict__["_message_id"] = "1"
+        note(Message(content({"round": said}), reply_to=asked), "query.fetch", context)
+    (path,) = tmp_path.rglob(AUDIT_LOG)
+    assert [line["round"] for line in lines(path)] == [None, None, None, 3]
 
 
 def test_passing_on_a_chunk_loads_no_pytorch(tmp_path: Path) -> None:

@@ -1,16 +1,19 @@
 """What a server hears of a client that fails: a fixed text. Everything else stays in the client's log."""
 
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from flwr.app import Context, Error, Message, RecordDict
+from flwr.supercore.constant import TaskType
+from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResultStatus
 from flwr.supernode.runtime import run_clientapp as runtime
 
 from hf_coefsfl.flower.client_node import ClientNode
 from hf_coefsfl.flower.errors import Code, told
-from hf_coefsfl.flower.supernode import _run_own_code
+from hf_coefsfl.flower.supernode import ForkExecutor, _run_own_code
 from hf_coefsfl.flower.wire import PROTOCOL, content
 from tests.support.deployed import Site, ask, identify
 from tests.support.paths import ROOT
@@ -101,12 +104,24 @@ def test_a_node_runs_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sent[1].reason == "Flower failed at the client (error 2)"
 
 
+def test_a_node_runs_nothing_but_its_client_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A SuperLink may say that a run is an agent's, whose code comes with it."""
+    started: list[Any] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *given, **_: started.append(given))
+    executor = ForkExecutor(tmp_path / "secret")
+    assert executor.get_eligible_capacity({*TaskType}, insecure=True) == ({TaskType.CLIENT_APP}, set())
+    for kind in {*TaskType} - {TaskType.CLIENT_APP}:
+        spec = ExecutionSpec(kind, "127.0.0.1:1", "token", True, None, False, None, False, task_id=1)
+        assert executor.launch(spec).status == LaunchResultStatus.FAILED
+    assert not started
+
+
 def test_what_the_server_says_of_it() -> None:
-    """Words that come with a client's code are not repeated; a code that is not known is told as such."""
+    """Words that come with a code are not repeated, Flower's or not; a code that is not known is told as such."""
     assert told(Error(101, "Ada Example")) == "E01: the client cannot use its data for this run (its own log says why)"
     assert told(Error(150, "Ada Example")) == "the client reports error 150, which this version does not know"
-    assert told(Error(5, "the node is gone")) == "the node is gone"
-    assert told(Error(5, None)) == "Flower reports error 5"
+    assert told(Error(5, "Ada Example")) == "the client's node is gone (error 5 of Flower)"
+    assert told(Error(0, "Ada Example")) == "the client reports error 0, which this version does not know"
     assert len({code.value[0] for code in Code}) == len({code.value[1][:4] for code in Code}) == len(Code)
 
 

@@ -32,7 +32,10 @@ from tests.support.forged import (
 )
 
 FAULTS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
-    "error": (lambda m, r: Message(Error(1, "the disk is full"), reply_to=m), "Unanswered: the disk is full"),
+    "error": (
+        lambda m, r: Message(Error(1, "the disk is full"), reply_to=m),
+        "Unanswered: the client's ClientApp cannot be loaded (error 1 of Flower)",
+    ),
     "refused": (
         lambda m, r: Message(Error(102, "Ada Example"), reply_to=m),
         "Unanswered: E02: the client's policy refuses this run (its own log says why)",
