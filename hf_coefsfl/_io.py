@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# What a disk answers that takes no more, or nothing from this user.
-_DISK = (
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR,
-    errno.ENAMETOOLONG,
-)  # fmt: skip
+# What a disk answers that takes no more; and what it also answers those who read.
+_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ENAMETOOLONG)
+_EITHER = (errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR)
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # of file systems that cannot sync a folder
 _WRITER = r"enforce fail at inline_container\.cc(?!.*Reader)|PytorchStreamWriter failed"  # of torch.save
 
 
@@ -38,16 +37,21 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or which files a folder holds, is on the disk."""
+    """Wait until a file's content, or which files a folder holds, is on the disk, if the file system can tell."""
+    if os.name == "nt":  # which does not sync what is open for reading, and does not open folders
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NO_SYNC or not path.is_dir():
+            raise
     finally:
         os.close(handle)
 
 
 def disk_fault(error: BaseException) -> str | None:
-    """Return why the disk refused to write, or None if an error has another reason.
+    """Return what the disk refused, and why ("a file cannot be written (...)"), or None for an error of another kind.
 
     Safetensors and PyTorch hide the number of the operating system in an error of their own.
     """
@@ -57,8 +61,10 @@ def disk_fault(error: BaseException) -> str | None:
     if number is None and found is not None and type(error).__module__.startswith("safetensors"):
         number = int(found[1] or found[2])
     if number is None and isinstance(error, RuntimeError) and re.search(_WRITER, str(error)):
-        return str(error).partition("strerror: ")[2] or "a file could not be written in full"
-    return f"{os.strerror(number)}{place}" if number in _DISK else None
+        return f"a file cannot be written ({str(error).partition('strerror: ')[2] or 'not in full'})"
+    if number is None or number not in (*_WRITING, *_EITHER):
+        return None
+    return f"a file cannot be {'written' if number in _WRITING else 'read or written'} ({os.strerror(number)}{place})"
 
 
 def to_json(content: Any) -> str:

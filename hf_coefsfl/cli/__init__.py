@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         except OSError:  # it was the answer itself, and would be tried again at the end
             _drop_output()
-        print(f"{parser.prog}: error: a file cannot be written ({why}).", file=sys.stderr)
+        print(f"{parser.prog}: error: {why}.", file=sys.stderr)
         return 1
     return 0
 

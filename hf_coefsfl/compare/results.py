@@ -14,7 +14,7 @@ from typing import Any
 from .._io import to_json, write_atomically
 from ..analysis.staleness import load_probe, summarize_probe
 from ..tasks import TASKS
-from ..trainer.trainer import PROBE_NAME
+from ..trainer.checkpoints import PROBE_NAME
 from .folders import RunFolder
 from .grid import Cell, Run, Summary
 from .paper import PaperValue, paper_value

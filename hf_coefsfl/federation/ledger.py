@@ -158,11 +158,12 @@ class Ledger:
         total = self.total
         return (sum(total.up.values()) + sum(total.down.values())) / 2**20
 
-    def clients_left(self) -> dict[int, int]:
-        """Return how many clients of each round did not fail; one that dropped out on purpose did not."""
+    def clients_left(self, *, dropped: bool) -> dict[int, int]:
+        """Return how many clients of each round did not fail, with or without those that dropped out on purpose."""
         left: dict[int, int] = {}
+        sound = (None, DROPPED) if dropped else (None,)
         for entry in self.entries:
-            left[entry["round"]] = left.get(entry["round"], 0) + (entry.get("failure") in (None, DROPPED))
+            left[entry["round"]] = left.get(entry["round"], 0) + (entry.get("failure") in sound)
         return left
 
     def until(self, last_round: int) -> Ledger:

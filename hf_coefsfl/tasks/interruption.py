@@ -70,7 +70,7 @@ def _told(trainer: SplitFedTrainer, command: str, why: str | None) -> str:
     logging.disable(logging.NOTSET)
     where = f"in round {done + 1} of {rounds}" if done < rounds else f"after round {rounds} of {rounds}"
     if why is not None:
-        where = f"after {done} of {rounds} rounds, as {folder} cannot be written to ({why})"
+        where = f"after {done} of {rounds} rounds because {why}"
     if checkpoint is None:
         return f"Stopped {where}, before the first checkpoint. To begin again: {command}"
     return f"Stopped {where}. The last checkpoint is {checkpoint}. To go on: {command}"

@@ -68,7 +68,7 @@ def run(
         why = disk_fault(error)
         if why is None:
             raise
-        parser.exit(1, f"{parser.prog}: error: a file cannot be written ({why}).\n")
+        parser.exit(1, f"{parser.prog}: error: {why}.\n")
     except KeyboardInterrupt:
         parser.exit(STATUS, f"\n{parser.prog}: stopped before training.\n")
     try:

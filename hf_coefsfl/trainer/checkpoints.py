@@ -9,28 +9,47 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .._io import sync, to_json, write_atomically
+from .identity import IDENTITY_NAME
 
 logger = logging.getLogger(__name__)
 SEAL_NAME = "sealed.json"
 LEDGER_NAME = "communication.json"
-# What a seal must name: these, one of the weights, and every file there of these kinds.
+PROBE_NAME = "staleness.json"
+STATE_NAME = "method_state.safetensors"  # what a method keeps beside the model
+# What a seal must name: these, one of the weights, and every file there that a resume would read. Adapters that are
+# not called "default" have folders of their own.
 _NEEDED = (TRAINER_STATE_NAME, LEDGER_NAME)
 _WEIGHTS = (SAFETENSORS_WEIGHTS_NAME, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-_KINDS = ("*.safetensors", "*.json", "*.pt", "*.pth")
+_READ = (
+    *_WEIGHTS, "model-*-of-*.safetensors", "config.json", "adapter_config.json", f"*/{SAFETENSORS_WEIGHTS_NAME}",
+    "*/adapter_config.json", "rng_state*.pth", "optimizer.pt", "scheduler.pt", "scaler.pt", STATE_NAME, PROBE_NAME,
+    IDENTITY_NAME,
+)  # fmt: skip
 
 
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder has the name of a checkpoint."""
     return re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", folder.name) is not None
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints of an output folder, the newest last. A copy under another name is not one."""
+    found = [path for path in folder.iterdir() if is_checkpoint(path)] if folder.is_dir() else []
+    return sorted(found, key=rounds_of)
+
+
+def rounds_of(checkpoint: Path) -> int:
+    """Return the number in the name of a checkpoint."""
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def clear(folder: Path) -> None:
@@ -63,20 +82,23 @@ def fault(folder: Path) -> str | None:
         return f"its {SEAL_NAME} cannot be read"
     if not isinstance(sealed, dict) or not all(map(_is_entry, sealed.values())):
         return f"its {SEAL_NAME} is damaged"
-    written = {path.relative_to(folder).as_posix() for kind in _KINDS for path in folder.rglob(kind)}
+    written = {path.relative_to(folder).as_posix() for kind in _READ for path in folder.glob(kind)}
     unnamed = sorted({*_NEEDED, *written} - {*sealed, SEAL_NAME})
     if unnamed:
         return f"its {SEAL_NAME} does not name {unnamed[0]}"
-    if not any(name in sealed for name in _WEIGHTS):
+    if not any(PurePosixPath(name).name in _WEIGHTS for name in sealed):
         return f"its {SEAL_NAME} names no weights"
     for name, expected in sealed.items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != expected["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-        if _checksum(path) != expected["sha256"]:
-            return f"the content of {name} has changed"
+        try:
+            if path.stat().st_size != expected["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
+            if _checksum(path) != expected["sha256"]:
+                return f"the content of {name} has changed"
+        except OSError:
+            return f"{name} cannot be read"
     return None
 
 
@@ -93,9 +115,7 @@ def _is_entry(entry: Any) -> bool:
 
 def last_complete(output_dir: str | os.PathLike[str]) -> str | None:
     """Return the newest complete checkpoint of a run, or None; incomplete ones are reported and skipped."""
-    folder = Path(output_dir)
-    checkpoints = [path for path in folder.iterdir() if is_checkpoint(path)] if folder.is_dir() else []
-    for path in sorted(checkpoints, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
+    for path in reversed(checkpoints_in(Path(output_dir))):
         wrong = fault(path)
         if wrong is None:
             return str(path)
@@ -104,11 +124,14 @@ def last_complete(output_dir: str | os.PathLike[str]) -> str | None:
 
 
 def rotate(output_dir: str | os.PathLike[str], limit: int | None, needed: Iterable[str | None]) -> None:
-    """Delete the oldest checkpoints until `limit` are left. The newest and those that are needed stay in any case."""
-    checkpoints = sort_checkpoints(str(output_dir))
-    surplus = len(checkpoints) - limit if limit else 0
-    kept = {Path(path) for path in (checkpoints[-1], *needed) if path}
-    for path in [path for path in map(Path, checkpoints) if path not in kept][: max(surplus, 0)]:
+    """Delete the oldest checkpoints until `limit` are left. The newest and those that are needed stay in any case.
+
+    As in `Trainer`, None and numbers below 1 are no limit.
+    """
+    checkpoints = checkpoints_in(Path(output_dir))
+    surplus = len(checkpoints) - limit if limit and limit > 0 else 0
+    kept = {*checkpoints[-1:], *(Path(path) for path in needed if path)}
+    for path in [path for path in checkpoints if path not in kept][: max(surplus, 0)]:
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -44,17 +44,18 @@ _DECIDING = (
     "max_grad_norm", "optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon",
     "per_device_train_batch_size", "dataloader_drop_last", "tf32", "use_liger_kernel", "load_best_model_at_end",
 )  # fmt: skip
-# They change what is measured, kept in memory, or only the rounding.
+# They change what is measured, kept in memory, or only the rounding; or they are what a run is to go on with from a
+# checkpoint of before a hostile client spoilt the weights.
 _TOLD = (
     "staleness_probe", "count_flops", "exchange_memory_limit", "on_client_failure", "max_lost_rounds",
     "gradient_checkpointing", "torch_compile", "torch_compile_backend", "torch_compile_mode", "eval_strategy",
-    "eval_steps",
+    "eval_steps", "aggregation", "hostile_clients", "client_bound",
 )  # fmt: skip
+_BEFORE = {"aggregation": "mean", "client_bound": 0.0, "hostile_clients": 1, "max_lost_rounds": 3}  # of older records
 # Recorded by what they lead to, or not part of the run.
 _RESOLVED = (
     "method", "method_kwargs", "warmup_rounds", "cut", "blocks", "head", "num_clients", "num_rounds", "partition",
     "partition_column", "dirichlet_alpha", "min_client_samples", "overwrite_output_dir",
-    "hostile_clients",
 )  # fmt: skip
 _BEST = ("metric_for_best_model", "greater_is_better", "eval_strategy", "eval_steps", "eval_delay", "save_steps")
 # Entries of a model's config that are names, or that a library sets while it trains or saves.
@@ -81,8 +82,6 @@ def identity_of(trainer: SplitFedTrainer) -> Record:
         "labels": list(trainer.label_names),
         "best model": {name: getattr(args, name) for name in _BEST if args.load_best_model_at_end},
     }
-    if args.aggregation in ("trimmed_mean", "krum"):
-        decides["hostile_clients"] = args.hostile_clients
     told = {name: getattr(args, name) for name in _TOLD}
     told |= {"processes": args.world_size, "device": args.device.type, "hf_coefsfl": __version__}
     told |= {name: version(name) for name in _PACKAGES} | {"python": sys.version.split()[0]}
@@ -213,6 +212,8 @@ def compare(before: Record, now: Record) -> Differences:
     found: dict[bool, list[str]] = {True: [], False: []}
     for kind in ("decides", "told"):
         olds, news = before.get(kind, {}), now[kind]
+        if kind == "told":
+            olds = _BEFORE | olds
         for name in dict.fromkeys([*olds, *news]):
             old, new = olds.get(name, _MISSING), news.get(name, _MISSING)
             if old != new:

@@ -11,14 +11,12 @@ from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from .checkpoints import LEDGER_NAME, SEAL_NAME, clear, is_checkpoint
+from .checkpoints import LEDGER_NAME, PROBE_NAME, SEAL_NAME, STATE_NAME, checkpoints_in, clear, rounds_of
 from .identity import IDENTITY_NAME, read_identity
 from .model_card import CARD_NAME, PLOT_NAME
 
 LOCK_NAME = ".lock"
 ARGS_NAME = "training_args.json"
-PROBE_NAME = "staleness.json"
-STATE_NAME = "method_state.safetensors"  # what a method keeps beside the model
 SUMMARY_NAME = "summary.json"  # of a finished run
 # What only a run writes. Weights of the whole model are not among it: the base model may lie in the same folder.
 _WRITTEN = (
@@ -120,16 +118,13 @@ class FolderLock:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder that this package wrote, in whole or in part, the newest last."""
-    found = [path for path in folder.iterdir() if is_checkpoint(path)]
-    ours = [path for path in found if any((path / name).exists() for name in (SEAL_NAME, LEDGER_NAME))]
-    return sorted(ours, key=lambda path: int(path.name.rpartition("-")[2]))
+    named = (SEAL_NAME, LEDGER_NAME)
+    return [path for path in checkpoints_in(folder) if any((path / name).exists() for name in named)]
 
 
-def later_checkpoints(checkpoint: str | Path) -> list[Path]:
-    """Return the checkpoints of more rounds that lie beside one, the newest last."""
-    number = int(Path(checkpoint).name.rpartition("-")[2])
-    beside = _checkpoints(Path(checkpoint).absolute().parent)
-    return [path for path in beside if int(path.name.rpartition("-")[2]) > number]
+def later_checkpoints(folder: Path, done: int) -> list[Path]:
+    """Return the checkpoints of a folder of more rounds than are done, the newest last."""
+    return [path for path in _checkpoints(folder) if rounds_of(path) > done]
 
 
 def _trained_all_weights(folder: Path) -> bool:

@@ -15,19 +15,28 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from .._io import write_atomically
 from ..analysis.staleness import StalenessProbe, load_probe
 from ..config import SplitFedConfig
 from ..federation.ledger import Ledger
 from ..federation.server import ServerRounds
-from .checkpoints import LEDGER_NAME, clear, fault, last_complete, rotate, seal
+from .checkpoints import (
+    LEDGER_NAME,
+    PROBE_NAME,
+    STATE_NAME,
+    checkpoints_in,
+    clear,
+    fault,
+    last_complete,
+    rotate,
+    rounds_of,
+    seal,
+)
 from .identity import Record, compare, identity_of, read_identity, schedule_changes, write_identity
 from .output_folder import (
     ARGS_NAME,
-    PROBE_NAME,
-    STATE_NAME,
     SUMMARY_NAME,
     FolderLock,
     RunRefused,
@@ -126,7 +135,7 @@ class ResumingTrainer(Trainer):
             return checkpoint  # a finished run stays as it is
         else:
             (folder / SUMMARY_NAME).unlink(missing_ok=True)  # of fewer rounds
-            for later in later_checkpoints(checkpoint):  # which "last" would take for this run's
+            for later in later_checkpoints(folder, _rounds_done(checkpoint)):  # which "last" would take for this run's
                 clear(later)
         write_identity(identity, folder)
         return checkpoint
@@ -146,7 +155,7 @@ class ResumingTrainer(Trainer):
                     f"overwrite_output_dir would delete {checkpoint}, which resume_from_checkpoint={wanted!r} needs. "
                     "Leave one of them out."
                 )
-            later = later_checkpoints(checkpoint)
+            later = later_checkpoints(folder, _rounds_done(checkpoint))
             if later and _rounds_done(checkpoint) == self.args.num_rounds:
                 raise RunRefused(
                     f"{folder} holds a run that came as far as {later[-1].name}, and {checkpoint} is at round "
@@ -270,24 +279,29 @@ class ResumingTrainer(Trainer):
     def _proven_checkpoint(self) -> str | None:
         """Return the newest checkpoint of the output folder whose next round had enough clients left."""
         assert self.rounds is not None
-        left, least = self.ledger.clients_left(), self.rounds.least_clients()
-        found = sort_checkpoints(self.args.output_dir or "")
-        proven = [path for path in found if left.get(int(path.rpartition("-")[2]) + 1, 0) >= least]
-        return proven[-1] if proven else None
+        left, least = self.ledger.clients_left(dropped=False), self.rounds.least_clients()
+        found = checkpoints_in(Path(self.args.output_dir or ""))
+        proven = [path for path in found if left.get(rounds_of(path) + 1, 0) >= least]
+        return str(proven[-1]) if proven else None
 
     def end_if_lost(self) -> None:
         """Raise an error if the last `args.max_lost_rounds` rounds in a row had too few clients left."""
         assert self.rounds is not None
-        left, least, most = self.ledger.clients_left(), self.rounds.least_clients(), self.args.max_lost_rounds
+        left, least = self.ledger.clients_left(dropped=True), self.rounds.least_clients()
+        most, bound = self.args.max_lost_rounds, self.args.client_bound
         last = sorted(left)[-most:]
         if not most or len(last) < most or any(left[number] >= least for number in last):
             return
         proven = self._proven_checkpoint()
         again = "start anew" if proven is None else f"resume from {proven}, from which clients could still train,"
+        few = "no client was" if least == 1 else f"fewer than {least} clients were"
+        changed = f"with {f'a client_bound below {bound:g}' if bound else 'client_bound=5'} or another aggregation"
+        if cast("SplitFedTrainer", self).federation is None:  # a simulation has the clients that its data has
+            changed = f"without that client, {changed}"
         raise RoundsLost(
-            f"Rounds {last[0]} to {last[-1]}: fewer than {least} clients were left in {most} rounds in a row. The log "
-            f"and {LEDGER_NAME} say why they failed. If a client has spoilt the weights, {again} without that client, "
-            "with a lower client_bound or with another aggregation. max_lost_rounds=0 lets a run go on all the same."
+            f"Rounds {last[0]} to {last[-1]}: {few} left in {most} rounds in a row. The log and {LEDGER_NAME} say why "
+            f"they failed. If a client has spoilt the weights, {again} {changed}. max_lost_rounds=0 lets a run go on "
+            "all the same."
         )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

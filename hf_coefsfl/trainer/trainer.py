@@ -32,13 +32,12 @@ from ..federation.simulation import Simulation
 from ..protocol.loss import LossSpec
 from ..split import split_model
 from ..split.lora import default_lora, save_halves, trainable_sides
-from .checkpoints import LEDGER_NAME, is_checkpoint
+from .checkpoints import LEDGER_NAME, PROBE_NAME, STATE_NAME, is_checkpoint
 from .compilation import compile_blocks
 from .evaluation import EvaluatingTrainer
 from .hub import SharingTrainer, check_token
 from .launching import check_processes
 from .model_card import write_card
-from .output_folder import PROBE_NAME, STATE_NAME
 from .resuming import ResumingTrainer
 from .weights import adopt_class_names, note_base_path
 

@@ -2,7 +2,9 @@
 
 import errno
 import os
+import re
 import resource
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_coefsfl._io import disk_fault
+from hf_coefsfl._io import disk_fault, sync, write_atomically
 from hf_coefsfl.cli import main as coefsfl
 from hf_coefsfl.federation.simulation import Simulation
 from hf_coefsfl.tasks.run import run
@@ -57,7 +59,7 @@ def test_full_in_the_middle(
     monkeypatch.setattr(Simulation, "run_round", filling)
     said = stopped(small(options), capsys)
     assert said.startswith(
-        f"Stopped after {done} of 3 rounds, as {output} cannot be written to (File too large). The last"
+        f"Stopped after {done} of 3 rounds because a file cannot be written (File too large). The last"
     )
     assert f" checkpoint is {output}/checkpoint-1. To go on: coefsfl train newsgroups --num_clients 4" in said
     assert last_complete(output) == f"{output}/checkpoint-1"
@@ -71,7 +73,9 @@ def test_full_from_the_start(
 
     monkeypatch.setattr(os, "fsync", full)
     said = stopped(small(options), capsys)
-    assert "Stopped after 0 of 3 rounds" in said and "cannot be written to (No space left on device)" in said
+    assert (
+        "Stopped after 0 of 3 rounds" in said and "because a file cannot be written (No space left on device)" in said
+    )
     assert "before the first checkpoint. To begin again: " in said
     assert not [
         path.name for path in Path(options["output_dir"]).iterdir() if path.name != ".lock"
@@ -96,7 +100,7 @@ def test_other_commands(options: dict[str, str], tmp_path: Path, capsys: pytest.
     columns = ["--columns", "text=body", "--use_cpu", "true", "--max_length", "8"]
     assert coefsfl(["split", "newsgroups", *argv, *columns, "--output_dir", str(tmp_path / "file" / "half")]) == 1
     said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith("coefsfl split: error: a file cannot be written (Not a directory")
+    assert said.startswith("coefsfl split: error: a file cannot be read or written (Not a directory")
 
 
 def test_an_answer_that_finds_no_room(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,15 +115,38 @@ def test_errors_of_every_writer(tmp_path: Path, limited: Any) -> None:
     many = torch.zeros(10_000)
     limited(1_000)
     for write, reason in (
-        (lambda path: path.write_bytes(bytes(10_000)), "File too large"),
-        (lambda path: save_file({"a": many}, path), "File too large"),
-        (lambda path: torch.save(many, path), "a file could not be written in full"),
+        (lambda path: path.write_bytes(bytes(10_000)), "written (File too large)"),
+        (lambda path: save_file({"a": many}, path), "written (File too large)"),
+        (lambda path: torch.save(many, path), "written (not in full)"),
         (lambda path: torch.save(many, path / "nowhere" / "x"), None),  # not the disk's fault
         (lambda path: torch.load(path), None),
     ):
         with pytest.raises(Exception) as failed:  # noqa: PT011 - each writer has its own
             write(tmp_path / "file")
-        assert disk_fault(failed.value) == reason, failed.value
+        assert disk_fault(failed.value) == (reason and f"a file cannot be {reason}"), failed.value
+
+
+def test_errors_of_reading_are_not_called_errors_of_writing(tmp_path: Path) -> None:
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/data/train.csv")
+    assert disk_fault(denied) == "a file cannot be read or written (Permission denied: /data/train.csv)"
+    assert disk_fault(FileNotFoundError(errno.ENOENT, "gone")) is None
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EBADF])
+def test_folders_that_cannot_be_synced(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync, refusing = os.fsync, [stat.S_ISDIR]
+
+    def some(handle: int) -> None:
+        if refusing[0](os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", some)
+    write_atomically(tmp_path / "file", "content")
+    assert (tmp_path / "file").read_text() == "content"
+    refusing[0] = stat.S_ISREG
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))):
+        sync(tmp_path / "file")
 
 
 def test_another_error_keeps_its_traceback(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

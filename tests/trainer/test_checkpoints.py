@@ -1,5 +1,6 @@
 """Checkpoints that survive being killed at any moment, and are seen through when they are broken."""
 
+import errno
 import itertools
 import json
 import logging
@@ -49,6 +50,23 @@ def test_whole(sealed: Path) -> None:
     assert named == sorted(set(files) - {SEAL_NAME}) and "inner/state" in named
 
 
+def test_an_adapter_of_another_name_has_a_folder_of_its_own(sealed: Path) -> None:
+    (sealed / "site").mkdir()
+    (sealed / WEIGHTS).rename(sealed / "site" / WEIGHTS)
+    seal(sealed)
+    assert fault(sealed) is None
+    (sealed / "site" / WEIGHTS).write_bytes(b"012345678_")
+    assert fault(sealed) == f"the content of site/{WEIGHTS} has changed"
+
+
+def test_files_of_the_user_do_no_harm(sealed: Path) -> None:
+    for name in ("notes.json", "old.safetensors", "inner/scores.json"):
+        (sealed / name).write_text("mine")
+    assert fault(sealed) is None
+    (sealed / "scheduler.pt").write_text("not the run's")  # which a resume would read
+    assert fault(sealed) == "its sealed.json does not name scheduler.pt"
+
+
 def truncate(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes(b"0123")
 
@@ -65,6 +83,18 @@ def break_the_seal(folder: Path) -> None:
     (folder / SEAL_NAME).write_text("{")
 
 
+def be_unreadable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may read everything, so the disk is made to fail by hand."""
+    opened = Path.open
+
+    def failing(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path == folder / "trainer_state.json":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", failing)
+
+
 def never_sealed(folder: Path) -> None:
     (folder / SEAL_NAME).unlink()
 
@@ -76,13 +106,17 @@ def never_sealed(folder: Path) -> None:
         (flip_a_bit, "the content of inner/state has changed"),
         (lose_a_file, "adapter_model.safetensors is missing"),
         (break_the_seal, "its sealed.json cannot be read"),
+        (be_unreadable, "trainer_state.json cannot be read"),
         (never_sealed, "its writing was interrupted"),
     ],
 )
-def test_broken(sealed: Path, damage: Callable[[Path], None], message: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken(
+    sealed: Path, damage: Callable[..., None], message: str, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     older = sealed.with_name("checkpoint-3")
     shutil.copytree(sealed, older)
-    damage(sealed)
+    damage(sealed, *[monkeypatch] * (damage is be_unreadable))
     assert message in str(fault(sealed))
     with caplog.at_level(logging.WARNING):
         assert last_complete(sealed.parent) == str(older)

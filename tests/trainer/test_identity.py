@@ -26,7 +26,8 @@ DECIDING: dict[str, Any] = {
 SHOWN = {"method_kwargs": "method option num_projections"}
 TOLD: dict[str, Any] = {
     "on_client_failure": "skip", "exchange_memory_limit": "1MiB", "staleness_probe": 1, "count_flops": True,
-    "gradient_checkpointing": True, "torch_compile": True, "eval_steps": 7,
+    "gradient_checkpointing": True, "torch_compile": True, "eval_steps": 7, "aggregation": "median",
+    "hostile_clients": 2, "client_bound": 5.0, "max_lost_rounds": 1,
 }  # fmt: skip
 SILENT: dict[str, Any] = {
     "logging_steps": 5, "save_steps": 5, "save_total_limit": 3, "dataloader_num_workers": 1, "disable_tqdm": False,
@@ -69,6 +70,13 @@ def test_the_rest_is_neither(base: SplitFedTrainer, record: Record) -> None:
     assert compare(record, with_arguments(base, **SILENT)) == compare(record, record)
     assert not compare(record, record).refused and not compare(record, record).told
     assert compare(record, with_arguments(base, num_rounds=9)) == compare(record, record)  # which may grow
+
+
+def test_records_of_older_versions_had_the_mean_and_no_bound(base: SplitFedTrainer, record: Record) -> None:
+    new = ("aggregation", "hostile_clients", "client_bound", "max_lost_rounds")
+    old = record | {"told": {name: value for name, value in record["told"].items() if name not in new}}
+    assert compare(old, record) == compare(record, record)
+    assert compare(old, with_arguments(base, client_bound=5.0)).told == ["client_bound: 0.0, now 5.0"]
 
 
 def test_equal_spellings_are_equal(base: SplitFedTrainer, record: Record) -> None:
