@@ -156,8 +156,8 @@ class SplitFedConfig(TrainingArguments):
     client_bound: float = field(
         default=0.0,
         metadata={
-            "help": "Most times the median of the round for which a client counts: larger updates are scaled down, and "
-            "so are larger numbers of samples. 0: no bound."
+            "help": "The update of a client counts for at most this many times the median client of the round: larger "
+            "ones are scaled down. 0: no bound."
         },
     )
     max_lost_rounds: int = field(
@@ -201,14 +201,7 @@ class SplitFedConfig(TrainingArguments):
             if value not in allowed and not (name == "head" and value is None):
                 near = did_you_mean(value, allowed)
                 raise ValueError(f"{name}={value!r} is not allowed.{near} Choose one of: {', '.join(allowed)}.")
-        for name in (
-            "cut",
-            "num_rounds",
-            "local_epochs",
-            "min_client_samples",
-            "per_device_train_batch_size",
-            "hostile_clients",
-        ):
+        for name in _AT_LEAST_ONE:
             at_least(name, getattr(self, name), 1)
         for name in ("warmup_rounds", "staleness_probe", "seed", "max_lost_rounds"):
             at_least(name, getattr(self, name), 0)

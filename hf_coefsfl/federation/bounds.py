@@ -1,4 +1,4 @@
-"""No client counts for much more than the median client of a round: neither its update nor its samples."""
+"""No client's update is much larger than that of the median client of a round."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Parts = Mapping[str, slice]  # of a vector of weights, by name
-Values = dict[str, float]  # of one client: the norms of the parts of its update, its samples
+Values = dict[str, float]  # of one client: the norms of the parts of its update, the size of its smashed data
 
 
 def update_norms(vector: Tensor, initial: Tensor, parts: Parts) -> Values:
@@ -32,8 +32,9 @@ def excesses(values: Mapping[int, Values], factor: float) -> dict[int, Values]:
     The median is the lower one: of two clients it is the smaller value. Of one it is the client's own. Values of 0 do
     not count: who sends nothing new holds up nobody else.
 
-    >>> excesses({3: {"norm": 1.0}, 4: {"norm": 2.0}, 8: {"norm": 100.0}}, factor=5)
-    {8: {'norm': 0.1}}
+    Example:
+        >>> excesses({3: {"norm": 1.0}, 4: {"norm": 2.0}, 8: {"norm": 100.0}}, factor=5)
+        {8: {'norm': 0.1}}
     """
     names = next(iter(values.values()), {})
     above = {name: [of[name] for of in values.values() if of[name] > 0] for name in names}

@@ -256,8 +256,8 @@ def _fault(values: Values, wrong: NDArray[np.bool_], sentence: str) -> Fault | N
 
 
 def _mask_fault(values: Values) -> Fault | None:
-    """Return the first row that is nothing but padding."""
-    if values.widths is None or values.missing is not None or values.flat.dtype.kind not in "iufb":
+    """Return the first row that is nothing but padding. Masks of floats may be added to scores: 0 is read there."""
+    if values.widths is None or values.missing is not None or values.flat.dtype.kind not in "iub":
         return None
     read = np.bincount(values.rows, weights=values.flat != 0, minlength=len(values.widths))
     return Fault(int(np.argmin(read)), _EMPTY) if len(read) and not read.min() else None

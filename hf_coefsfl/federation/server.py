@@ -133,7 +133,7 @@ class ServerRounds:
         found = self._measure(round_index, reports, trained, initial)
         weights = self._surviving(round_index, reports)
         if args.client_bound and weights:
-            self._bound(round_index, weights, reports, found, trained, initial)
+            self._bound(round_index, list(weights), reports, found, trained, initial)
         if weights:
             rule = args.aggregation, args.hostile_clients
             mean = federated_average(trained, weights, owners, len(initial), self.accelerator, *rule)
@@ -189,18 +189,15 @@ class ServerRounds:
     def _bound(
         self,
         round_index: int,
-        weights: dict[int, float],
+        surviving: list[int],
         reports: dict[int, ClientReport],
         found: Mapping[int, Values],
         trained: Mapping[int, Tensor],
         initial: Tensor,
     ) -> None:
-        """Scale what exceeds `args.client_bound` times the median of the surviving clients: updates and weights."""
-        factor, values = self.args.client_bound, {client: found[client] for client in sorted(weights)}
-        if self.args.aggregation == "mean":  # the other rules give all clients the same weight
-            values = {client: of | {"samples": weights[client]} for client, of in values.items()}
-        for client, scales in excesses(values, factor).items():
-            weights[client] *= scales.get("samples", 1.0)
+        """Scale updates that exceed `args.client_bound` times the median of the surviving clients."""
+        factor = self.args.client_bound
+        for client, scales in excesses({client: found[client] for client in sorted(surviving)}, factor).items():
             if client in trained:
                 scale_update_(trained[client], initial, self._parts(len(initial)), scales)
             reports[client] = replace(reports[client], bounded=scales)
@@ -208,12 +205,14 @@ class ServerRounds:
                 times = [
                     f"{name} {f'{factor / scale:.3g} times' if scale else 'beyond'}" for name, scale in scales.items()
                 ]
+                done = [f"Its update counts for {factor:g} times the median."] if scales.keys() - {SMASHED} else []
+                done += ["Its statistics of smashed data are left out."] if SMASHED in scales else []
                 logger.warning(
-                    "Round %d, client %s: %s the median of the round. It counts for %g times the median.",
+                    "Round %d, client %s: %s the median of the round. %s",
                     round_index + 1,
                     self.clients.name(client),
                     ", ".join(times),
-                    factor,
+                    " ".join(done),
                 )
 
     def _surviving(self, round_index: int, reports: dict[int, ClientReport]) -> dict[int, float]:

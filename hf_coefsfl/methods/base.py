@@ -122,7 +122,11 @@ class Method:
         """Take `federated` as the run's aggregation has made it of the clients'. Called before `merge`."""
 
     def merge(self, kept: Sequence[ClientState]) -> None:
-        """Update the state from the clients' rounds, in client order. Called at the end of each round."""
+        """Update the state from the clients' rounds, in client order. Called at the end of each round.
+
+        It gets all surviving clients, also those whose weights the run's aggregation leaves out, and their `federated`
+        as it was sent, without a bound: average that in `adopt`.
+        """
 
     def magnitude(self, kept: Mapping[str, Tensor]) -> float:
         """Return how large the smashed data is of which `merge` would use statistics; 0 if it uses none.

@@ -169,8 +169,9 @@ def numbered_classes(values: Sequence[int], place: Callable[[int], str]) -> list
     if highest >= max(_FEW_CLASSES, _SPREAD * len(values)):
         raise DataError(
             f"Label {highest} of {place(highest)}, is far above the number of distinct labels, {len(values)}: classes "
-            "are numbered 0, 1, ... without large gaps. Number them anew (dataset.class_encode_column), make them "
-            "strings, or say which column holds the classes with --columns."
+            "are numbered 0, 1, ... without large gaps. If max_train_samples leaves most of them out, raise it. Else "
+            "number them anew (dataset.class_encode_column), make them strings, or say which column holds the "
+            "classes with --columns."
         )
     return [str(value) for value in range(highest + 1)]
 
@@ -191,7 +192,10 @@ def _discrete(rows: Dataset, where: str) -> Dataset:
         row, label = next(
             ((i, x) for i, x in enumerate(rows.with_format(None)["label"][:]) if x is not None), (0, None)
         )
-        raise DataError(f"Label {str(label)[:60]} of {where}, row {row}, is not one class, but {feature}.")
+        raise DataError(
+            f"Label {str(label)[:60]} of {where}, row {row}, is not one class, but {feature}. "
+            "Say which column holds the classes with --columns label=..."
+        )
     if feature.dtype == "bool":
         return rows.cast_column("label", Value("string"))
     if "float" not in feature.dtype:

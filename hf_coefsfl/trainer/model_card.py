@@ -258,7 +258,7 @@ class _Run:
             withstood = f", against {args.hostile_clients} hostile clients a round" * (args.aggregation != "median")
             settings["aggregation"] = args.aggregation.replace("_", " ") + withstood
         if args.client_bound:
-            settings["most that a client counts"] = f"{args.client_bound:g} times the median of the round"
+            settings["largest update of a client"] = f"{args.client_bound:g} times the median of the round"
         rows = [{"setting": setting, "value": value} for setting, value in settings.items()]
         return {
             "settings": format_table(rows, markdown=True),

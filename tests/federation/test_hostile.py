@@ -14,6 +14,7 @@ from hf_coefsfl import SplitFedTrainer
 from hf_coefsfl.federation.averaging import flatten
 from hf_coefsfl.federation.bounds import excesses, scale_update_, update_norms
 from hf_coefsfl.federation.ledger import ClientReport
+from hf_coefsfl.federation.server import SMASHED
 from hf_coefsfl.federation.simulation import Simulation
 from hf_coefsfl.protocol.meter import Meter
 from tests.support.federated import images, rounds, same, trainer, weights
@@ -85,7 +86,9 @@ def test_a_large_update_is_scaled_down_and_told(
     assert (entry["round"], entry["client"], list(entry["bounded"])) == (1, "1", ["client update"])
     assert 0.002 < entry["bounded"]["client update"] < 0.012  # of updates of about the same norm
     assert rounds(bounded)[0]["bounded_clients"] == 1 and "bounded_clients" not in rounds(honest)[0]
-    assert "Round 1, client 1: client update" in caplog.text and "It counts for 5 times the median." in caplog.text
+    assert (
+        "Round 1, client 1: client update" in caplog.text and "Its update counts for 5 times the median." in caplog.text
+    )
     moved = {
         name: sum(
             float((t - before[n]).square().sum()) for n, t in weights(made).items() if n in made.client_parameters
@@ -114,8 +117,8 @@ def test_weights_beside_the_model_are_no_way_around(tmp_path: Path, rule: str, m
     assert failures == (["the size of its auxiliary update is not finite"] * 2 if rule == "bounded mean" else [])
 
 
-def test_claimed_samples_are_bounded(tmp_path: Path) -> None:
-    """A client that claims a hundred times the samples of the others has five times their weight, not a hundred."""
+def test_clients_of_different_sizes_keep_their_weights(tmp_path: Path) -> None:
+    """The bound looks at updates. Samples are `max_samples`'s, as honest clients may have a hundred times as many."""
     server = trainer(tmp_path, data=images(60), num_clients=5, participation=1.0, client_bound=5.0).rounds
     assert server is not None
     samples = [12, 1200, 12, 12, 12]
@@ -123,8 +126,20 @@ def test_claimed_samples_are_bounded(tmp_path: Path) -> None:
     initial = torch.zeros(sum(p.numel() for p in server.parameters))
     trained = {client: initial + (1.0 if client == 1 else -1.0) for client in range(5)}
     server.average(3, reports, trained, dict.fromkeys(range(5), 0), initial)
-    assert [report.bounded for report in reports.values()] == [{}, {"samples": 0.05}, {}, {}, {}]
-    torch.testing.assert_close(flatten(server.parameters), initial + (5 - 4) / 9)
+    assert not any(report.bounded for report in reports.values())
+    torch.testing.assert_close(flatten(server.parameters), initial + (1200 - 48) / 1248)
+
+
+def test_what_happens_to_a_client_beyond_the_bound_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server = trainer(tmp_path, data=images(60), num_clients=3, participation=1.0, client_bound=5.0).rounds
+    assert server is not None
+    reports = {k: ClientReport(4, 0.0, 0.0, 0.0, 0.0, Meter(), 0.0, 0.0, {}) for k in range(3)}
+    found = {k: {SMASHED: 100.0 if k == 1 else 1.0} for k in range(3)}
+    server._bound(0, [0, 1, 2], reports, found, {}, torch.zeros(1))
+    assert "client 1: smashed data 100 times the median of the round. Its statistics of smashed data are left out." in (
+        caplog.text
+    )
+    assert "counts for" not in caplog.text
 
 
 def test_too_few_clients_are_refused_before_training(tmp_path: Path) -> None:

@@ -107,7 +107,9 @@ def test_labels_that_files_change(caplog: pytest.LogCaptureFixture) -> None:
     assert train["labels"][:] == [1, 0] and names == ["false", "true"]
     with pytest.raises(ValueError, match=r"Label 0.5 of dev, row 1, is a fraction.*--columns label="):
         with_class_labels(Dataset.from_dict({"label": [1]}), {"dev": Dataset.from_dict({"label": [1.0, 0.5]})})
-    with pytest.raises(ValueError, match=r"Label \[1\] of the training set, row 1, is not one class, but List"):
+    with pytest.raises(
+        ValueError, match=r"Label \[1\] of the training set, row 1, is not one class, but List.*--columns label="
+    ):
         with_class_labels(Dataset.from_dict({"label": [None, [1]]}), {})
 
 
@@ -116,7 +118,7 @@ def test_labels_far_above_their_number(label: int) -> None:
     """A head would get an output for every number below, and 2**40 names alone do not fit into memory."""
     sound, far = Dataset.from_dict({"label": [0, 1, 1]}), Dataset.from_dict({"label": [0, 1, label]})
     for train, evals, place in ((far, {}, "the training set"), (sound, {"dev": far}, "dev")):
-        message = f"Label {label} of {place}, row 2, is far above the number of distinct labels, 3: "
+        message = f"Label {label} of {place}, row 2, is far above the number of distinct labels, 3: .*max_train_samples"
         with pytest.raises(DataError, match=message):
             with_class_labels(train, evals)
     tags = {"the training set": Dataset.from_dict({"tags": [[0, 1], [1, label]]})}

@@ -214,6 +214,7 @@ def test_texts_without_a_token() -> None:
     batch = DataCollatorWithPadding(words_tokenizer())([bare[i] for i in (4, 5, 6)])  # the others pad it
     fault = check.batch(batch)
     assert fault is not None and fault.row == 1
+    assert check.batch(batch | {"attention_mask": torch.zeros(3, 2)}) is None  # added to scores: every token is read
 
 
 class Pixels:

@@ -54,7 +54,7 @@ def test_what_withstands_hostile_clients_is_named(tmp_path: Path) -> None:
     run = SplitFedTrainer(tiny_bert(), config(tmp_path, aggregation="krum", hostile_clients=2, client_bound=5.0))
     run.create_model_card()
     assert re.search(r"\| aggregation +\| krum, against 2 hostile clients a round +\|", card_of(run))
-    assert re.search(r"\| most that a client counts +\| 5 times the median of the round +\|", card_of(run))
+    assert re.search(r"\| largest update of a client +\| 5 times the median of the round +\|", card_of(run))
 
 
 def test_text_with_clients_of_its_own_and_the_best_round(tmp_path: Path) -> None:
