@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,8 @@ _LARGEST_RATIO = 64  # entries of raw inputs for one entry of activations: what 
 _DECLARATION = 2**16  # bytes in which a batch is declared
 _LARGEST_REPORT = 1e15  # beyond which a mean of what clients report may overflow
 # What client sides note.
-_OBSERVED = ("activations", "weights", "displacement_norm", "correction_ratio", "loss_change", "client_loss")
+OBSERVED = ("activations", "weights", "displacement_norm", "correction_ratio", "loss_change", "client_loss")
+_ALWAYS = ("attention_mask", "padding", "position_ids")  # that may cross, whether the example has them or not
 _TOKEN_LABELS = (*LANGUAGE_MODELS, "ForTokenClassification")
 
 
@@ -38,6 +39,7 @@ class UploadCheck:
         batch_size: the most samples of a batch.
         max_tokens: the most token positions.
         vocab_size: of a language model, whose labels are tokens.
+        token_types: how many there are, if the model has any.
     """
 
     loss_spec: LossSpec
@@ -48,6 +50,7 @@ class UploadCheck:
     batch_size: int
     max_tokens: int
     vocab_size: int | None = None
+    token_types: int | None = None
 
     def sound(self, message: SmashedData) -> SmashedData:
         """Return a message without its large contents if its form is right: shapes, labels, context."""
@@ -87,20 +90,39 @@ class UploadCheck:
             raise fault.error("the client")
 
     def _check_context(self, context: Mapping[str, Tensor], shape: torch.Size) -> None:
-        shipped = {f"block.{path}" for path in self.cut.shipped}
         for name, t in context.items():
-            known = name in ("position_ids", "padding", *self.cut.crossing) or name in shipped
-            if not known and not name.endswith("attention_mask"):
+            if name not in self.example.context and name not in (*_ALWAYS, *self.cut.crossing):
                 raise TransferError(f"{name} is nothing that crosses this cut")
-            if name not in shipped and (not 2 <= t.dim() <= 4 or len(t) not in (1, shape[0])):
+            if not self._fits(name, t.shape, shape[0]):
                 raise TransferError(f"{name} has shape {tuple(t.shape)} for {shape[0]} samples")
             if t.is_floating_point() and bool(t.isnan().any()):
                 raise TransferError(f"{name} holds NaN")
             if name == "position_ids" and not bool(((t >= 0) & (t < self.max_tokens)).all()):
                 raise TransferError(f"{name} reaches beyond the {self.max_tokens} positions of the model")
+            if name == "token_type_ids" and self.token_types and not bool(((t >= 0) & (t < self.token_types)).all()):
+                raise TransferError(f"{name} reaches beyond the {self.token_types} types of the model")
         mask = context.get("attention_mask")
         if mask is not None and mask.shape == shape[:2] and not bool(mask.bool().any(1).all()):
             raise TransferError("a sample is padding only")
+
+    def _fits(self, name: str, shape: torch.Size, samples: int) -> bool:
+        """Whether a tensor of the context is of the example's form, or a matrix if the example has none of the name."""
+        example = self.example.context.get(name)
+        wanted = (1, 1) if example is None else example.shape
+        if len(shape) != len(wanted):
+            return False
+        if name.startswith("block."):  # whatever the model makes: its samples may stand anywhere
+            least = max(self.max_tokens, self.batch_size)
+        elif len(shape) < 2 or shape[0] not in (1, samples):
+            return False
+        else:
+            least = self.max_tokens
+        longer = self._longer() + 1  # a few raw inputs more may make as many positions
+        return all(got <= max(least, longer * length) for got, length in zip(shape, wanted, strict=True))
+
+    def _longer(self) -> int:
+        """Return how many times as long as the example's a sample may be."""
+        return math.ceil(self.max_tokens / math.prod(self.example.activations.shape[1:-1]))
 
     def _check_raw_shapes(self, shapes: Mapping[str, tuple[int, ...]], shape: torch.Size) -> None:
         """Refuse raw inputs whose placeholders would be larger than the activations justify."""
@@ -115,13 +137,19 @@ class UploadCheck:
     def largest_upload(self, samples: int, batches: int, tensors: int = 1) -> int:
         """Return the bytes that so many samples can need, with room to spare, in a file.
 
-        `tensors` of the size of the activations belong to each sample. What crosses beside them is taken from the
-        example, as long as the longest sample.
+        `tensors` of the size of the activations belong to each sample.
         """
         example = self.example.activations
-        tokens = math.prod(example.shape[1:-1])
-        longer = math.ceil(self.max_tokens / tokens)
         activations = self.max_tokens * example.shape[-1] * example.element_size()
+        return samples * (tensors * activations + self._beside()) + batches * _DECLARATION + 2**20
+
+    def most_beside(self) -> int:
+        """Return the bytes that a batch may have beside its activations: what the server keeps in memory of it."""
+        return self.batch_size * self._beside() + _DECLARATION
+
+    def _beside(self) -> int:
+        """Return the bytes beside the activations of a sample, as in the example, as long as the longest sample."""
+        longer = self._longer()
         beside = 64 * self.max_tokens  # masks and positions that the example may not have
         for t in self.example.context.values():
             long = sum(length > 1 for length in t.shape[1:])
@@ -131,13 +159,19 @@ class UploadCheck:
         for t in self.labels.values():
             long = t.dim() > 1 and self.loss_spec.loss_type in _TOKEN_LABELS
             beside += (self.max_tokens if long else t.numel()) * t.element_size()
-        return samples * (tensors * activations + beside) + batches * _DECLARATION + 2**20
+        return beside
 
-    def exchange(self, sent: Exchange[SmashedData], count: int, samples: int) -> None:
-        """Refuse an exchange of other batches, of more samples, without activations, or with NaN or infinity."""
+    def exchange(
+        self, sent: Exchange[SmashedData], count: int, samples: int, go_on: Callable[[], object] = lambda: None
+    ) -> None:
+        """Refuse an exchange of other batches, of more samples, without activations, or with NaN or infinity.
+
+        `go_on` is called for each batch, and raises if nobody waits for this any longer.
+        """
         if len(sent) != count:
             raise TransferError(f"{len(sent)} batches came instead of {count}")
         for batch, packed in enumerate(sent.packed):
+            go_on()
             if "activations" not in packed.tensors:
                 raise TransferError(f"batch {batch} has no activations")
             shape = packed.tensors["activations"].shape
@@ -145,7 +179,8 @@ class UploadCheck:
             for name, part in packed.tensors.items():
                 if part.shape != shape or part.dtype not in self.dtypes:
                     raise TransferError(f"{name} of batch {batch} is {part.dtype} {tuple(part.shape)}")
-                if not bool(part.unpack().isfinite().all()):  # a finite value times a finite scale may overflow
+                # A finite value times a finite scale may overflow. The device is busy with another client's turn.
+                if not bool(part.on(torch.device("cpu")).unpack().isfinite().all()):
                     raise TransferError(f"the {name} of batch {batch} hold NaN or infinity")
         if samples < 0:
             raise TransferError(f"{-samples} samples more came than the client has")
@@ -157,9 +192,12 @@ class Declared:
     def __init__(self) -> None:
         self._forms: dict[int, bytes] = {}  # of each batch: a checksum
 
-    def check(self, sent: Exchange[SmashedData], batches: Iterable[int]) -> None:
-        """Refuse a batch with other labels, masks or shapes than it had at first."""
+    def check(
+        self, sent: Exchange[SmashedData], batches: Iterable[int], go_on: Callable[[], object] = lambda: None
+    ) -> None:
+        """Refuse a batch with other labels, masks or shapes than it had at first; `go_on` as in `UploadCheck`."""
         for batch, packed in zip(batches, sent.packed, strict=True):
+            go_on()
             form = _form(packed)
             if self._forms.setdefault(batch, form) != form:
                 raise TransferError(f"batch {batch} has other labels, masks or shapes than at first")
@@ -202,7 +240,7 @@ def copy_checked(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) ->
 def check_observed(received: Mapping[str, Tensor], most: int) -> None:
     """Refuse reports that are not short lists of numbers of a sane size."""
     for name, t in received.items():
-        if name not in _OBSERVED or t.dim() != 1 or t.dtype != torch.float32 or len(t) > most:
+        if name not in OBSERVED or t.dim() != 1 or t.dtype != torch.float32 or len(t) > most:
             raise TransferError(f"a report {name[:40]!r} is {t.dtype} {tuple(t.shape)}")
         if not bool((t.abs() <= _LARGEST_REPORT).all()):
             raise TransferError(f"the report {name} holds NaN, infinity or a number beyond {_LARGEST_REPORT:g}")

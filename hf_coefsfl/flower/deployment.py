@@ -98,6 +98,7 @@ class Deployment(ServerRounds):
             args.per_device_train_batch_size,
             max_tokens or max(tokens, getattr(config, "max_position_embeddings", None) or 0),
             getattr(config, "vocab_size", None),
+            getattr(config, "type_vocab_size", None) or getattr(config, "vocab_size", None),
         )
         if any(self.methods.of_round(t).exchanges_each_batch() for t in range(args.num_rounds)):
             logger.warning(

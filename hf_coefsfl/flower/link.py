@@ -21,12 +21,12 @@ from ..protocol.messages import ClientResult, Message, Parameters, SmashedData
 from ..protocol.packing import Exchange
 from ..protocol.padding import kept_positions
 from ..protocol.wire import read_exchange, read_message, write_exchange, write_message
-from .checks import Declared, UploadCheck, check_observed, check_tensors
+from .checks import OBSERVED, Declared, UploadCheck, check_observed, check_tensors
 from .transport import Channel, Deadline
 from .wire import TransferError, integer
 
 _SLICE = 1.0  # seconds for which a client may compute while others wait
-_REPORT = 2**23  # bytes: room for the losses that come with the trained weights, and the names of all
+_REPORT = 2**23  # bytes: room for the names of what comes with the trained weights
 
 
 class Turn:
@@ -159,7 +159,8 @@ class FlowerLink(ClientLink):
         ahead, self._ahead = self._ahead, None
         sent = ahead if ahead is not None and asked == [0] else self._ask_for(asked)
         count = self.num_batches  # a method may count the batches over all epochs
-        self._declared.check(sent, range(count) if asked is None else [batch % count for batch in asked])
+        numbers = range(count) if asked is None else [batch % count for batch in asked]
+        self._declared.check(sent, numbers, self.channel.deadline.left)
         return sent
 
     def _ask_for(self, asked: list[int] | None) -> Exchange[SmashedData]:
@@ -176,11 +177,12 @@ class FlowerLink(ClientLink):
                 return kept_positions(self.check.sound(message), self.check.loss_spec)
 
             sent: Exchange[SmashedData] = read_exchange(
-                path, SmashedData, self.context.store, kept, self.context.device, most=batches
+                path, SmashedData, self.context.store, kept, self.context.device, batches, self.check.most_beside()
             )
             path.unlink()  # an open file stays
             assert self._num_batches is not None  # a step tells it
-            self.check.exchange(sent, self._num_batches if asked is None else len(asked), samples)
+            count = self._num_batches if asked is None else len(asked)
+            self.check.exchange(sent, count, samples, self.channel.deadline.left)
         return _SharedTurns(sent, lambda: self.turn.share(self.context.client, self.channel.deadline))
 
     def deliver(self, messages: Exchange[Message] | None, batches: Sequence[int] | None) -> None:
@@ -204,18 +206,21 @@ class FlowerLink(ClientLink):
 
     def _finish(self) -> None:
         own = sum(t.numel() * t.element_size() for t in (self.weights.adapters | self.weights.auxiliary).values())
-        path = self._step([{"do": "finish"}], limit=2 * own + _REPORT)
+        path = self._step([{"do": "finish"}], limit=2 * own + _REPORT + 4 * self._most_reports() * len(OBSERVED))
         if path is None:
             raise TransferError("trained weights were asked for, none came")
         result = read_message(path, ClientResult)
         path.unlink()
         check_tensors(self.weights.adapters, result.adapters)
         check_tensors(self.weights.auxiliary, result.kept)
-        most = 8 * (self.local_epochs + 1) * (self._num_batches or 0) + len(self.weights.adapters)
-        check_observed(result.observed, most)
+        check_observed(result.observed, self._most_reports())
         self.trained, self.kept = result.adapters, result.kept
         self.observed.values = {name: list(t.unbind()) for name, t in result.observed.items()}
         self.meter.federate(self.weights.adapters, self.weights.auxiliary)
+
+    def _most_reports(self) -> int:
+        """Return how many numbers of a kind a client may report of its round."""
+        return 8 * (self.local_epochs + 1) * (self._num_batches or self.most_batches) + len(self.weights.adapters)
 
     def _step(self, calls: list[dict[str, Any]], limit: int | None = None) -> Path | None:
         payload, self._payload = self._payload, None

@@ -176,7 +176,7 @@ class Channel:
         header = self._header() | {"calls": json.dumps(calls), "max_payload": self.max_payload}
         chunk = None
         if payload is not None:
-            manifest = Manifest.of(payload)
+            manifest = Manifest.of(payload, self.deadline.left)
             if manifest.size <= self.chunk_size:
                 chunk = payload.read_bytes()
             else:
@@ -225,7 +225,7 @@ class Channel:
                 chunk = chunk_of(reply, self.chunk_size)
                 there = incoming.append(there, chunk)
                 bar.update(len(chunk))
-        return incoming.check()
+        return incoming.check(self.deadline.left)
 
     def _progress(self, direction: str, size: int) -> tqdm[Any]:
         hidden = self.title is None or size <= self.chunk_size

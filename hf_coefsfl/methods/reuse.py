@@ -17,6 +17,7 @@ from ..protocol.server_side import ServerSide, on_graph
 from .base import Method, expect, option
 
 FEEDBACK_AT = ("initial", "walk", "final")
+_LARGEST_RATIO = 1e12  # that is logged: a batch whose gradient has vanished has any
 
 
 def paper_factor(batch_size: int) -> float:
@@ -115,7 +116,7 @@ def _observe(client: ClientSide, stale: Tensor, compensated: Tensor, displacemen
     stale, compensated, displacement = stale.float(), compensated.float(), displacement.float()
     correction = compensated - stale
     client.observed.add("displacement_norm", displacement.flatten(1).norm(dim=1).mean())
-    ratio = correction.norm() / stale.norm()
+    ratio = (correction.norm() / stale.norm()).clamp(max=_LARGEST_RATIO)
     client.observed.add("correction_ratio", torch.where(stale.norm() > 0, ratio, torch.zeros_like(ratio)))
     # F̂(δ) − L(s₀) = ⟨g₀, δ⟩ + ½ ⟨B̂δ, δ⟩: the loss whose gradient the client descends.
     client.observed.add("loss_change", (displacement * (stale + correction / 2)).sum())

@@ -128,6 +128,13 @@ class PackedTensor:
         full = values.new_zeros((samples * tokens, *values.shape[1:])).index_copy_(0, self.places.index, values)
         return full.view(samples, tokens, *values.shape[1:]).movedim(1, -2)
 
+    def on(self, device: torch.device) -> PackedTensor:
+        """Return the same tensor, unpacked on another device."""
+        values = self.values.to(device) if isinstance(self.values, Tensor) else self.values
+        scale = None if self.scale is None else self.scale.to(device)
+        places = None if self.places is None else replace(self.places, index=self.places.index.to(device))
+        return replace(self, values=values, scale=scale, places=places, device=device)
+
 
 @dataclass(frozen=True)
 class Packed(Generic[M]):

@@ -28,7 +28,7 @@ _NAMED = {name: dtype for dtype, name in _DTYPES.items()}
 _SCALE = ":scale"
 _BLOCK = 1 << 22  # bytes written at once
 _MOST_HEADER = 1 << 24  # bytes
-_MOST_BESIDE = 1 << 26  # bytes of a message that are not packed
+_MOST_BESIDE = 1 << 26  # bytes of a message that are not packed, unless the caller knows better
 
 
 def write_message(message: Message, path: Path) -> None:
@@ -95,7 +95,7 @@ def read_exchange(
     kept: Kept[M] = lambda i, message: None,
     device: torch.device = torch.device("cpu"),
     most: int | None = None,
-    most_beside: int = _MOST_BESIDE,
+    most_beside: int | None = None,
 ) -> Exchange[M]:
     """Return the exchange in a file; what is large stays there until it is read.
 
@@ -107,7 +107,8 @@ def read_exchange(
             has its declared shape and no content there.
         device: where messages are unpacked.
         most: messages that the file may hold.
-        most_beside: bytes that a message may have beside its packed tensors, which may have four times their own.
+        most_beside: bytes that a message may have beside its packed tensors; None: 64 MiB and four times as many as in
+            them.
     """
     with path.open("rb") as start:
         if int.from_bytes(start.read(8), "little") > _MOST_HEADER:
@@ -158,7 +159,13 @@ def _by_message(header: dict[str, Any], count: int) -> list[list[str]]:
 
 class _Reader:
     def __init__(
-        self, file: IO[bytes], data: int, header: dict[str, Any], store: Store, device: torch.device, most_beside: int
+        self,
+        file: IO[bytes],
+        data: int,
+        header: dict[str, Any],
+        store: Store,
+        device: torch.device,
+        most_beside: int | None,
     ):
         self.file, self.data, self.header, self.store = file, data, header, store
         self.device, self.most_beside = device, most_beside
@@ -183,8 +190,10 @@ class _Reader:
         shapes = {name: torch.Size(entry["shape"]) for name, entry in declared["packed"].items()}
         sizes = {name: self.header[name]["data_offsets"][1] - self.header[name]["data_offsets"][0] for name in names}
         large = sum(size for name, size in sizes.items() if name.split(".", 1)[1] in shapes)
-        if sum(sizes.values()) - large > self.most_beside + 4 * large:
-            raise ValueError(f"message {index} has more beside its packed tensors than in them")
+        beside, most = sum(sizes.values()) - large, self.most_beside
+        most = _MOST_BESIDE + 4 * large if most is None else most
+        if beside > most:
+            raise ValueError(f"message {index} has {beside} bytes beside its packed tensors, at most {most} are taken")
         for name in names:
             field, _, key = name.split(".", 1)[1].partition(".")
             if name.endswith(_SCALE) or field in shapes:
