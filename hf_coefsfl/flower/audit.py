@@ -35,9 +35,7 @@ def note(reply: Message, kind: str, context: Context) -> None:
     else:
         index = header_of(reply.content).get("round")  # as the server said it
         line |= {"round": index if type(index) is int else None} | sums_of(reply.content)
-    client = context.node_config.get("partition-id")
-    path = lasting_folder(client if isinstance(client, int) else None) / AUDIT_LOG
-    _append(path, json.dumps(line, default=repr) + "\n")
+    _append(lasting_folder(context.node_config) / AUDIT_LOG, json.dumps(line, default=repr) + "\n")
 
 
 def sums_of(records: RecordDict) -> dict[str, Any]:

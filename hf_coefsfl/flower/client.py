@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import logging
 import os
@@ -49,6 +50,7 @@ Handler = Callable[[Message, Context], Message]
 # What has come for the next step, what the last one has left to send, and the checksum of that.
 _INBOX, _OUTBOX, _CHECKSUM = "inbox", "outbox", "outbox.sha256"
 _KEPT = 24 * 3600  # seconds
+_LARGEST_PAYLOAD, _LARGEST_CHUNK = 16 * 2**30, 256 * 2**20  # bytes, whatever the server allows
 _ECHOED = ("protocol", "client", "round", "token", "sequence")
 
 
@@ -104,14 +106,15 @@ def hello(message: Message, context: Context) -> Message:
 @_guarded
 def deliver(message: Message, context: Context) -> Message:
     """Take a chunk of the payload of the next step."""
-    header, folder = header_of(message.content), work_folder(context)
-    manifest = Manifest.read(header, integer(header, "max_payload"))
+    header = header_of(message.content)
+    offset = integer(header, "offset")
+    folder = _round_folder(context, header, begins=offset == 0)
+    manifest = Manifest.read(header, _most(header, folder))
     if manifest is None:
         raise TransferError("a chunk came without a manifest")
-    offset = integer(header, "offset")
     if offset == 0:
         (folder / _INBOX).unlink(missing_ok=True)
-    there = Incoming(folder / _INBOX, manifest).append(offset, chunk_of(message.content))
+    there = Incoming(folder / _INBOX, manifest).append(offset, chunk_of(message.content, _LARGEST_CHUNK))
     return Message(content(_echo(header) | {"received": there}), reply_to=message)
 
 
@@ -119,8 +122,9 @@ def deliver(message: Message, context: Context) -> Message:
 @_guarded
 def fetch(message: Message, context: Context) -> Message:
     """Send a chunk of what the last step left; with the last chunk it is deleted."""
-    header, folder = header_of(message.content), work_folder(context)
-    offset, size = integer(header, "offset"), integer(header, "chunk_size")
+    header = header_of(message.content)
+    folder = _round_folder(context, header)
+    offset, size = integer(header, "offset"), _chunk_size(header)
     checksum = folder / _CHECKSUM
     if not checksum.exists() or text(header, "payload_sha256") != checksum.read_text():
         raise TransferError("there is no such payload here")
@@ -128,6 +132,7 @@ def fetch(message: Message, context: Context) -> Message:
     if offset + len(chunk) == (folder / _OUTBOX).stat().st_size:
         (folder / _OUTBOX).unlink()
         checksum.unlink()
+        _forget_if_over(folder)
     return Message(content(_echo(header), chunk), reply_to=message)
 
 
@@ -135,14 +140,15 @@ def fetch(message: Message, context: Context) -> Message:
 @_guarded
 def step(message: Message, context: Context) -> Message:
     """Do some calls of the round script."""
-    header, folder = header_of(message.content), work_folder(context)
-    manifest = Manifest.read(header, integer(header, "max_payload"))
+    header = header_of(message.content)
+    folder = _round_folder(context, header, begins=True)
+    manifest = Manifest.read(header, _most(header, folder))
     payload = None
     if manifest is not None:
         incoming = Incoming(folder / _INBOX, manifest)
         if "payload" in message.content:
             incoming.path.unlink(missing_ok=True)
-            incoming.append(0, chunk_of(message.content))
+            incoming.append(0, chunk_of(message.content, _LARGEST_CHUNK))
         payload = incoming.check()
     for name in (_OUTBOX, _CHECKSUM):
         (folder / name).unlink(missing_ok=True)
@@ -150,7 +156,47 @@ def step(message: Message, context: Context) -> Message:
 
     done = ClientRound(_node(context), folder, header).run(json.loads(text(header, "calls")), payload, folder / _OUTBOX)
     (folder / _INBOX).unlink(missing_ok=True)
-    return Message(_answer(_echo(header) | done, folder / _OUTBOX, integer(header, "chunk_size")), reply_to=message)
+    answer = _answer(_echo(header) | done, folder / _OUTBOX, _chunk_size(header))
+    _forget_if_over(folder)
+    return Message(answer, reply_to=message)
+
+
+def _round_folder(context: Context, header: dict[str, Any], begins: bool = False) -> Path:
+    """Return the folder of the round that a message belongs to. The first message of a round makes it.
+
+    A step of an earlier round that still runs then finds its own folder gone, and leaves the new one alone.
+    """
+    parent = work_folder(context)
+    folder = parent / hashlib.sha256(text(header, "token").encode()).hexdigest()
+    if begins and integer(header, "sequence") == 0:
+        for other in parent.iterdir():
+            if other != folder:
+                shutil.rmtree(other, ignore_errors=True)
+        return private_folder(folder)
+    if not folder.exists():
+        raise TransferError("there is no such round here")
+    return folder
+
+
+def _forget_if_over(folder: Path) -> None:
+    """Delete the folder of a round that has left nothing to send."""
+    with contextlib.suppress(OSError):  # it is not empty
+        folder.rmdir()
+
+
+def _most(header: dict[str, Any], folder: Path) -> int:
+    """Return how many bytes a payload may have: half of the disk stays free for others."""
+    inbox = folder / _INBOX
+    free = shutil.disk_usage(folder).free + (inbox.stat().st_size if inbox.exists() else 0)
+    return min(integer(header, "max_payload"), _LARGEST_PAYLOAD, free // 2)
+
+
+def _chunk_size(header: dict[str, Any]) -> int:
+    """Return how many bytes a message of this client may carry."""
+    size = integer(header, "chunk_size")
+    if size < 1:
+        raise TransferError(f"the header has chunk_size={size}")
+    return min(size, _LARGEST_CHUNK)
 
 
 def _node(context: Context) -> ClientNode:

@@ -26,6 +26,7 @@ from ..protocol.loss import LossSpec
 from ..split import ClientHalf, load_client
 from ..split.placeholders import unwrapped
 from .errors import Code, failing_as
+from .lasting import LastingState
 from .memory import return_freed_memory
 from .options import LABELS_ARE_TEXT, read_client_config
 from .policy import Policy
@@ -57,7 +58,8 @@ class ClientNode:
         self.policy = Policy.of(node_config)
         self.client = _number(node_config)
         self.name = str(node_config.get("name", self.client))
-        own = bool(node_config.get("dataset")) or "num-partitions" not in node_config
+        own = self.has_own_data = bool(node_config.get("dataset")) or "num-partitions" not in node_config
+        self.lasting = LastingState(node_config, self.policy.max_rounds, self.policy.max_uploads)
         options = read_client_config(run_config, own)
         self.policy.check_run(options, own)
         self.config = options.config
@@ -68,6 +70,9 @@ class ClientNode:
             raise ValueError("The node config has no dataset: the folder or file of the client's own data.")
         self.half = load_client(str(source)).to(self.config.device)
         self.policy.check_half(self.half.cut)
+        if own and self.config.smashed_noise:
+            read = {n: getattr(options.arguments, n) for n in ("max_length", "stride") if hasattr(options.arguments, n)}
+            self.lasting.keep({"smashed_noise": self.config.smashed_noise} | read)
         set_mode(self.half, self.config)
         model: Any = unwrapped(self.half.model)
         self.parameters = {name: p for name, p in self.half.model.named_parameters() if p.requires_grad}

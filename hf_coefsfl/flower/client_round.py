@@ -24,7 +24,6 @@ from ..protocol.seeds import preserved_random_state
 from ..protocol.wire import read_exchange, read_message, write_exchange, write_message
 from .checks import copy_checked
 from .client_node import ClientNode
-from .lasting import LastingState
 from .wire import TransferError, integer, text
 
 _TENSORS, _STATE, _UPLOAD, _INITIAL = "round.safetensors", "round.json", "upload", "initial"
@@ -45,7 +44,7 @@ class ClientRound:
 
     Args:
         node: the client.
-        folder: where the round lies between two messages.
+        folder: where the round lies between two messages, in a folder that is named after run and node.
         header: of the message: which round, which call of it, and how it is run.
     """
 
@@ -67,12 +66,12 @@ class ClientRound:
             trailing=bool(header.get("trailing")),
         )
         batches = node.batches(self.round_index)
-        self.lasting = LastingState(node.client, node.policy.max_rounds, node.policy.max_uploads)
-        secret = self.lasting.secret if node.config.smashed_noise else None
+        secret = node.lasting.secret if node.config.smashed_noise else None
         context = make_context(node.config, self.round_index, node.client, self.store, node.autocast, secret)
         optimizer = local_optimizer(node.config, node.parameters, learning_rate)
         self.side = ClientSide(node.half, batches, optimizer, context, node.loss_spec)
         self.uploaded: list[int] | None = None  # batches of the last upload; None: all
+        self.is_unanswered = False  # whether no update has come to it yet
 
     def _state(self) -> dict[str, Any]:
         path = self.folder / _STATE
@@ -83,6 +82,8 @@ class ClientRound:
         """Do the calls of one message; return what is answered. What is to be sent is left in `outbox`."""
         answer: dict[str, Any] = {"num_batches": len(self.side.batches), "num_samples": self.node.num_samples}
         seconds = 0.0
+        if any(call["do"] == "finish" for call in calls[:-1]):
+            raise TransferError("a round goes on after its end")
         with preserved_random_state():
             if self.sequence == 0:
                 self._begin(payload)
@@ -121,15 +122,20 @@ class ClientRound:
         copy_checked(self.method.federated(), received.auxiliary)
 
     def _upload(self, batches: list[int] | None, outbox: Path) -> None:
-        number = len(self.side.batches)
-        self.lasting.count(self.folder.name, self.round_index, number if batches is None else len(batches), number)
+        if self.node.has_own_data:
+            number = len(self.side.batches)
+            counted = [batch % number for batch in (range(number) if batches is None else batches)]
+            self.node.lasting.count(self.folder.parent.name, self.round_index, counted)
         write_exchange(packed_upload(self.method, self.side, batches), outbox)
-        self.uploaded = batches
+        self.uploaded, self.is_unanswered = batches, True
         for name in (_UPLOAD, *([_INITIAL] if batches is None else [])):  # other names of the same file
             (self.folder / name).unlink(missing_ok=True)
             os.link(outbox, self.folder / name)
 
     def _update(self, batches: list[int] | None, payload: Path | None) -> None:
+        if not self.is_unanswered or batches != self.uploaded:  # else trained weights would tell more than uploads
+            raise TransferError(f"an update came for batches {batches}, which were not uploaded since the last one")
+        self.is_unanswered = False
         messages = None
         uploaded = self._read_own(_UPLOAD)
         if payload is not None:
@@ -176,7 +182,10 @@ class ClientRound:
                 (tensors if isinstance(value, Tensor) else plain)[f"{place}.{key}"] = value
         between = _Between(**self._result(), federated=self.method.federated(), optimizer=tensors)
         write_message(between, self.folder / _TENSORS)
-        state = {"token": self.token, "sequence": self.sequence, "uploaded": self.uploaded, "optimizer": plain}
+        state = {
+            "token": self.token, "sequence": self.sequence, "uploaded": self.uploaded,
+            "is_unanswered": self.is_unanswered, "optimizer": plain,
+        }  # fmt: skip
         (self.folder / _STATE).write_text(json.dumps(state))
 
     def _restore(self) -> None:
@@ -186,7 +195,7 @@ class ClientRound:
                 f"step {self.sequence} of a round came, but here the last one was {state.get('sequence')} of "
                 f"{'this' if state.get('token') == self.token else 'another'} round"
             )
-        self.uploaded = state["uploaded"]
+        self.uploaded, self.is_unanswered = state["uploaded"], state["is_unanswered"]
         between = read_message(self.folder / _TENSORS, _Between, self.side.context.device)
         copy_checked(self.node.parameters, between.adapters)
         copy_checked(self.method.federated(), between.federated)

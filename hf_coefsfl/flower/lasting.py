@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
 import stat
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from .errors import ClientFailure, Code
 # Unless the client says otherwise: rounds in all, and how often the data of one round may be sent.
 MOST_ROUNDS, MOST_UPLOADS = 10_000, 100
 _SECRET_BYTES = 32
-_REMEMBERED = 64  # rounds whose uploads are counted; one that was forgotten counts as a new round
+_REMEMBERED = 16  # rounds whose uploads are counted; one that was forgotten counts as a new round
 
 
 def private_folder(folder: Path) -> Path:
@@ -33,29 +35,43 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-def lasting_folder(client: int | None) -> Path:
+def lasting_folder(node_config: Mapping[str, Any]) -> Path:
     """Return the folder of a client's lasting files: below HF_COEFSFL_WORK, or else the user's folder for state.
 
-    A client without a number has one, too: it may still send that it failed.
+    Each client number has one for each dataset. A client without a number has one, too: it may still send that it
+    failed.
     """
-    work = os.environ.get("HF_COEFSFL_WORK")
-    parent = Path(work or os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    common = private_folder(parent / f"hf_coefsfl-{os.getuid()}-lasting")
-    return private_folder(common / f"client-{'unknown' if client is None else client}")
+    work = os.environ.get("HF_COEFSFL_WORK") or os.environ.get("XDG_STATE_HOME")
+    try:
+        parent = Path(work) if work else Path.home() / ".local" / "state"
+    except RuntimeError as error:  # a user without a home, as in some containers
+        raise PermissionError(f"{error} Set HF_COEFSFL_WORK to a folder that lasts.") from error
+    client, data = node_config.get("partition-id"), str(node_config.get("dataset") or "")
+    name = f"client-{client if type(client) is int else 'unknown'}"
+    if data:
+        path = Path(data)
+        name += "-" + hashlib.sha256(str(path.resolve() if path.exists() else data).encode()).hexdigest()[:12]
+    return private_folder(private_folder(parent / f"hf_coefsfl-{os.getuid()}-lasting") / name)
 
 
 class LastingState:
     """The lasting files of one client.
 
     Args:
-        client: its number.
+        node_config: its number and its dataset.
         most_rounds: of all runs together, after which the client refuses.
         most_uploads: of each batch of one round, after which the client refuses.
     """
 
-    def __init__(self, client: int, most_rounds: int = MOST_ROUNDS, most_uploads: int = MOST_UPLOADS):
-        self.folder = lasting_folder(client)
-        self.most_rounds, self.most_uploads = most_rounds, most_uploads
+    def __init__(
+        self, node_config: Mapping[str, Any], most_rounds: int = MOST_ROUNDS, most_uploads: int = MOST_UPLOADS
+    ):
+        self.node_config, self.most_rounds, self.most_uploads = node_config, most_rounds, most_uploads
+
+    @property
+    def folder(self) -> Path:
+        """Where they are."""
+        return lasting_folder(self.node_config)
 
     @property
     def secret(self) -> bytes:
@@ -70,18 +86,34 @@ class LastingState:
             raise ValueError(f"{path} is damaged. Delete it for a new secret: noise is drawn anew then.")
         return found
 
-    def count(self, run: str, round_index: int, batches: int, of: int) -> None:
-        """Count an upload of so many of the round's batches before it is made; refuse what is too much."""
+    def keep(self, settings: Mapping[str, Any]) -> None:
+        """Keep what noise is drawn with for good: two sizes of it cancel, and other inputs have another draw."""
+        path = self.folder / "noise.json"
+        with self._locked():
+            kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+            for name, value in settings.items():
+                if kept.setdefault(name, value) != value:
+                    raise _refusal(
+                        f"the run has {name}={value}, it has sent data with {kept[name]} before, and noise that is "
+                        f"sent in two ways can be removed. Delete {path} to allow another value"
+                    )
+            write_atomically(path, json.dumps(kept))
+
+    def count(self, run: str, round_index: int, batches: Sequence[int]) -> None:
+        """Count an upload of some of the round's batches before it is made; refuse what is too much."""
         path, key = self.folder / "counts.json", f"{run}.{round_index}"
         with self._locked():
             counts: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rounds": 0, "sent": {}}
-            sent: dict[str, int] = counts["sent"]
-            rounds, total = counts["rounds"] + (key not in sent), sent.pop(key, 0) + batches
+            sent: dict[str, list[int]] = counts["sent"]
+            rounds, times = counts["rounds"] + (key not in sent), sent.pop(key, [])
             if rounds > self.most_rounds:
-                raise _refusal(f"it has trained in {self.most_rounds} rounds, the most that it may")
-            if total > self.most_uploads * of:
-                raise _refusal(f"it has sent the data of this round {self.most_uploads} times, the most that it may")
-            last = dict([*sent.items(), (key, total)][-_REMEMBERED:])
+                raise _refusal(f"it has trained in {self.most_rounds} rounds, the most that it may. {path} counts them")
+            times += [0] * (max(batches, default=-1) + 1 - len(times))
+            for batch in batches:
+                times[batch] += 1
+            if max(times, default=0) > self.most_uploads:
+                raise _refusal(f"it has sent data of this round {self.most_uploads} times, the most that it may")
+            last = dict([*sent.items(), (key, times)][-_REMEMBERED:])
             write_atomically(path, json.dumps({"rounds": rounds, "sent": last}))
 
     def _locked(self) -> FileLock:

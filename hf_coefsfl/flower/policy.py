@@ -107,6 +107,8 @@ class Policy:
             raise _refused(f"the task is {task.name}.{why} `tasks` allows {', '.join(allowed)}")
         if config.smashed_noise < self.min_noise:
             raise _refused(f"smashed_noise is {config.smashed_noise}, min_noise {self.min_noise}")
+        if self.min_noise and getattr(arguments, "augment", False):
+            raise _refused("min_noise is set, and each change of an image by `augment` has another draw of the noise")
         if config.num_rounds > self.max_rounds:
             raise _refused(f"the run has {config.num_rounds} rounds, max_rounds is {self.max_rounds}")
         if own_data and arguments.train_split != self.train_split:

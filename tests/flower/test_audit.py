@@ -28,8 +28,8 @@ def test_every_message_has_a_line(site: Site) -> None:
     got: dict[int, list[Message]] = {node: [] for node in grid.contexts}
     for reply in grid.received:
         got[reply.metadata.src_node_id].append(reply)
-    for client, (node, context) in enumerate(grid.contexts.items()):
-        folder = client_process().submit(lasting_folder, client).result()
+    for node, context in grid.contexts.items():
+        folder = client_process().submit(lasting_folder, context.node_config).result()
         assert stat.S_IMODE((folder / AUDIT_LOG).stat().st_mode) == 0o600
         noted = [line for line in lines(folder / AUDIT_LOG) if line["run"] == context.run_id]
         assert len(noted) == len(got[node]) > 5
@@ -52,13 +52,15 @@ def test_a_message_that_cannot_be_noted_does_not_leave(
         return ask("query.hello", content({"protocol": PROTOCOL}), context)
 
     assert not hello().has_error()
-    path = lasting_folder(0) / AUDIT_LOG
+    path = lasting_folder(site.node_config(0)) / AUDIT_LOG
     path.unlink()
     path.mkdir()
     assert hello().error.code == Code.INTERNAL.value[0]
     assert "The audit log cannot be written" in caplog.text
     assert hello(**{"partition-id": "x"}).error.code == Code.SETUP.value[0]
-    assert [line["error"] for line in lines(lasting_folder(None) / AUDIT_LOG)] == [Code.SETUP.value[0]]
+    assert [
+        line["error"] for line in lines(lasting_folder(site.node_config(0) | {"partition-id": "x"}) / AUDIT_LOG)
+    ] == [Code.SETUP.value[0]]
 
 
 def test_what_the_server_says_is_not_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

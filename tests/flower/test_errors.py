@@ -41,7 +41,7 @@ def failure(site: Site, kind: str, header: dict[str, Any], run: dict[str, Any], 
         ("query.hello", HELLO, {"partition-id": "ward 7"}, Code.SETUP, "partition-id='ward 7'"),
         ("query.hello", {"protocol": 999}, {}, Code.PROTOCOL, "the server speaks protocol 999"),
         ("train.step", STEP | {"calls": "[]"}, {}, Code.PROTOCOL, "this is client 0, the message is for client 1"),
-        ("query.fetch", HELLO | {"offset": 0, "chunk_size": 1, "payload_sha256": "x"}, {}, Code.PROTOCOL, "no such"),
+        ("query.fetch", STEP | {"offset": 0, "chunk_size": 1, "payload_sha256": "x"}, {}, Code.PROTOCOL, "no such"),
     ],
 )
 def test_fixed_texts(

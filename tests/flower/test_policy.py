@@ -181,13 +181,21 @@ def test_rounds_and_uploads_are_counted_against_the_policy(site: Site, tmp_path:
     site.make_half()
     config = site.node_config(0) | {"policy": written(tmp_path, max_rounds=3, max_uploads=1)}
     header = {"client": 0, "round": 0, "sequence": 0, "token": "t", "learning_rate": 0.1, "memory_limit": 0}
-    lasting = ClientRound(client_node.ClientNode(site.run_config(), config), tmp_path, header).lasting
+    lasting = ClientRound(client_node.ClientNode(site.run_config(), config), tmp_path, header).node.lasting
     for index in range(3):
-        lasting.count("run", index, 2, 2)
+        lasting.count("run", index, [0, 1])
     for index, reason in ((2, "1 times, the most that it may"), (3, "in 3 rounds, the most that it may")):
         with pytest.raises(ClientFailure, match=reason) as refused:
-            lasting.count("run", index, 2, 2)
+            lasting.count("run", index, [0, 1])
         assert refused.value.code is Code.POLICY
+
+
+def test_noise_goes_without_augmentation() -> None:
+    """Each change of an image would have a draw of its own, which average out."""
+    run = read_client_config({"task": "cifar100", "smashed_noise": 0.2, "augment": True}, True)
+    Policy().check_run(run, True)
+    with pytest.raises(ClientFailure, match="another draw of the noise"):
+        Policy(min_noise=0.2).check_run(run, True)
 
 
 def test_a_half_that_sends_inputs(site: Site, no_data: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
