@@ -140,6 +140,7 @@ class FlowerLink(ClientLink):
         self.trained: dict[str, Tensor] = {}
         self._num_batches: int | None = None
         self._declared = Declared()
+        self._sent_samples: dict[int, int] = {}  # in each batch
         self._ahead: Exchange[SmashedData] | None = None  # batch 0, if it was uploaded before it was asked for
         self._waiting: list[dict[str, Any]] = []
         self._payload: Path | None = None
@@ -161,6 +162,8 @@ class FlowerLink(ClientLink):
         count = self.num_batches  # a method may count the batches over all epochs
         numbers = range(count) if asked is None else [batch % count for batch in asked]
         self._declared.check(sent, numbers, self.channel.deadline.left)
+        for batch, packed in zip(numbers, sent.packed, strict=True):
+            self._sent_samples[batch] = packed.tensors["activations"].shape[0]
         return sent
 
     def _ask_for(self, asked: list[int] | None) -> Exchange[SmashedData]:
@@ -203,6 +206,13 @@ class FlowerLink(ClientLink):
                 self._finish()
             else:
                 self._finishing.result()
+        self._check_claim()
+
+    def _check_claim(self) -> None:
+        """Refuse a client that has not sent the samples by which it is weighted; a partial batch may be left out."""
+        sent = sum(self._sent_samples.values())
+        if self.num_samples - sent >= self.check.batch_size:
+            raise TransferError(f"the client says it has {self.num_samples} samples, and has sent {sent}")
 
     def _finish(self) -> None:
         own = sum(t.numel() * t.element_size() for t in (self.weights.adapters | self.weights.auxiliary).values())

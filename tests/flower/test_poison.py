@@ -10,12 +10,12 @@ from flwr.app import Message
 
 from hf_coefsfl.federation.simulation import Simulation
 from hf_coefsfl.flower.checks import Declared
-from hf_coefsfl.flower.wire import TransferError, header_of
+from hf_coefsfl.flower.wire import TransferError, chunk_of, content, header_of
 from hf_coefsfl.protocol.messages import SmashedData
 from hf_coefsfl.protocol.packing import Exchange, Store
 from tests.support.deployed import Site
 from tests.support.federated import same, weights
-from tests.support.forged import reply_with
+from tests.support.forged import forged, reply_with
 
 HOSTILE = 102  # the node of the third client
 
@@ -53,6 +53,20 @@ def test_huge_adapters_are_refused(three: Site) -> None:
     assert same(weights(trainer), alone(three, 2, client_bound=0.0))
     failures = [(e["round"], e["client"], e["failure"]) for e in trainer.ledger.entries if "failure" in e]
     assert failures == [(number, "2", "the size of its client update is not finite") for number in (1, 2)]
+
+
+def test_a_client_is_weighted_by_samples_that_it_has_sent(three: Site) -> None:
+    def fault(node: int, message: Message, reply: Message) -> Message:
+        if node != HOSTILE or "num_samples" not in header_of(reply.content):
+            return reply
+        records = reply.content
+        chunk = chunk_of(records) if "payload" in records else None
+        return forged(message, reply, content(header_of(records) | {"num_samples": 900}, chunk))
+
+    trainer, _ = three.deployed(fault, num_rounds=1)
+    assert same(weights(trainer), alone(three, 1))
+    (failure,) = [e["failure"] for e in trainer.ledger.entries if "failure" in e]
+    assert failure == "TransferError: the client says it has 900 samples, and has sent 3"
 
 
 def test_a_large_update_counts_for_five(three: Site, caplog: pytest.LogCaptureFixture) -> None:
