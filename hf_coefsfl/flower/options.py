@@ -12,7 +12,7 @@ from ..methods.base import at_least
 from ..tasks import TASKS, Task, TaskArguments
 from ..tasks.options import parse_values
 
-# A restarted server resumes, a lost client does not end the run, and no client counts for much more than the others.
+# A restarted server resumes, a lost client does not end the run, and no update counts for much more than the others.
 _DEFAULTS = {"on_client_failure": "skip", "resume_from_checkpoint": "last", "save_steps": 1, "client_bound": 5.0}
 
 
