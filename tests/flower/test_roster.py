@@ -12,7 +12,9 @@ from flwr.app import RecordDict
 from hf_coefsfl import __version__
 from hf_coefsfl.flower import roster as module
 from hf_coefsfl.flower.deployment import Deployment
+from hf_coefsfl.flower.options import DeploymentOptions
 from hf_coefsfl.flower.roster import Roster
+from hf_coefsfl.flower.server import DeployedTrainer
 from hf_coefsfl.flower.wire import content
 from tests.support.deployed import LONG
 
@@ -250,6 +252,15 @@ def test_a_huge_number_does_not_make_many_clients(nodes: Nodes, caplog: pytest.L
     roster.close()
     assert len(roster) == 3 and roster.sizes == [5, 5, 0] and looked(roster) == {0: 10, 1: 12}
     assert "Node 11 is not taken on: it says it is client 999999, the run has 3, numbered from 0." in caplog.text
+
+
+def test_a_gap_in_the_numbers_is_told(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_coefsfl.flower.server.fingerprint", lambda half: "h")
+    nodes.come(10, 0)
+    nodes.come(11, 2)
+    trainer: Any = SimpleNamespace(split=SimpleNamespace(client=None), args=SimpleNamespace(num_clients=None))
+    with pytest.raises(ValueError, match=r"2 clients came, and only 1 of them .* set num_clients"):
+        DeployedTrainer.connect(trainer, nodes, DeploymentOptions())  # type: ignore[arg-type]
 
 
 def test_nothing_is_kept_of_those_who_are_gone(nodes: Nodes) -> None:
