@@ -27,6 +27,7 @@ from .client_node import ClientNode
 from .wire import TransferError, integer, text
 
 _TENSORS, _STATE, _UPLOAD, _INITIAL = "round.safetensors", "round.json", "upload", "initial"
+_SLACK = 8 * 2**20  # bytes that names and shapes of weights may have
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,11 @@ class ClientRound:
             (self.folder / name).unlink(missing_ok=True)
         if payload is None:
             raise TransferError("a round begins with weights, there are none")
+        own = sum(
+            t.numel() * t.element_size() for t in (*self.node.parameters.values(), *self.method.federated().values())
+        )
+        if payload.stat().st_size > 2 * own + _SLACK:  # before it is read into memory
+            raise TransferError(f"weights of {payload.stat().st_size} bytes came, this client's have {own}")
         received = read_message(payload, Parameters)
         copy_checked(self.node.parameters, received.adapters)
         copy_checked(self.method.federated(), received.auxiliary)

@@ -142,6 +142,24 @@ def raising() -> Path:
     raise RuntimeError("There is no home.")
 
 
+def test_weights_that_are_too_large_are_not_read(tmp_path: Path, work: Path) -> None:
+    node = client(Site(tmp_path / "site"))
+    (tmp_path / "weights").write_bytes(bytes(2**24))
+    header = {"client": 0, "round": 0, "sequence": 0, "token": "t", "learning_rate": 0.1, "memory_limit": 0}
+    with pytest.raises(TransferError, match="weights of 16777216 bytes came, this client's have 3072"):
+        ClientRound(node, tmp_path, header).run(WHOLE, tmp_path / "weights", tmp_path / "outbox")
+
+
+def test_nodes_of_the_simulation_engine_do_not_count(tmp_path: Path, work: Path) -> None:
+    """Nor do they keep the size of the noise: their data is the run's."""
+    site = Site(tmp_path / "site")
+    site.make_half()
+    data = {"dataset_name": str(site.folder / "all"), "client_half": str(site.folder / "half/client")}
+    for noise in (NOISE, 2 * NOISE):
+        asked(ClientNode(site.run_config(**data, smashed_noise=noise), FIRST | {"num-partitions": 2}), tmp_path / "run")
+    assert not [*work.rglob("*.json")]
+
+
 @pytest.mark.parametrize(
     ("calls", "reason"),
     [
