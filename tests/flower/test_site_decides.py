@@ -37,6 +37,6 @@ def test_a_run_that_pries(tmp_path: Path) -> None:
     assert not mark.exists()
     assert "E02: the client's policy refuses this run" in said and "min_noise" not in said
     assert "smashed_noise is 0.0, min_noise 0.5" in log
-    lines = {path.parent.name: list(map(json.loads, path.read_text().splitlines())) for path in audits}
+    lines = {path.parent.name[:8]: list(map(json.loads, path.read_text().splitlines())) for path in audits}
     assert [line["kind"] for line in lines["client-0"]] == ["query.hello", "train.step", "train.step"]
     assert {(line["kind"], line["error"]) for line in lines["client-1"]} == {("query.hello", 102)}
