@@ -60,10 +60,10 @@ def test_repeated_uploads_do_not_average_the_noise_away(tmp_path: Path, work: Pa
     nodes = [client(site, smashed_noise=NOISE, seed=seed, data_seed=42) for seed in range(2)]
     uploads = [asked(node, tmp_path / f"run{run}") for run in range(3) for node in nodes for _ in range(4)]
     mean = torch.stack(uploads).mean(0) - clean
-    assert 0.4 < mean.std() < 0.6  # 0.5 / √24 = 0.1 if each were drawn anew
+    assert 0.25 < mean.std() < 0.9  # about 0.5; 0.5 / √24 = 0.1 if each were drawn anew
     work.rename(tmp_path / "other")  # another site's, as far as this one knows
     other = asked(nodes[0], tmp_path / "elsewhere") - clean
-    assert 0.6 < (other - mean).std() < 0.8  # of two secrets: 0.5 √2
+    assert 0.35 < (other - mean).std() < 1.2  # of two secrets: about 0.5 √2; of one: 0
 
 
 def test_noise_of_two_sizes_is_refused(tmp_path: Path, work: Path) -> None:
