@@ -62,8 +62,8 @@ class Cell:
         return {(rate, seed): self._run(rate, seed) for rate, seed in pairs}
 
     def _run(self, learning_rate: float, seed: int) -> Run:
-        options = {**self.spec.options, **self.split.options, "method": self.variant.method, "cut": self.cut}
-        options |= {"learning_rate": learning_rate, "seed": seed}
+        options = {**self.spec.options, **self.split.options, **self.variant.settings}
+        options |= {"method": self.variant.method, "cut": self.cut, "learning_rate": learning_rate, "seed": seed}
         if self.variant.kwargs:
             options["method_kwargs"] = dict(self.variant.kwargs)
         if options.get("staleness_probe") and not _can_be_probed(self.variant):
@@ -130,7 +130,7 @@ def check_files(cells: Sequence[Cell]) -> None:
     missing = {}
     for cell in wanted(cells):
         for name in ("dataset_name", "model_name_or_path"):
-            value = str(cell.spec.options.get(name) or "")
+            value = str(cell.first()[0].options.get(name) or "")
             # An id of the Hub has at most one slash and does not begin with a dot.
             local = value.startswith((".", "/", "~")) or value.count("/") > 1
             if local and not Path(value).exists():

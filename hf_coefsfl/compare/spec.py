@@ -39,11 +39,12 @@ class Split:
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of the tables: a method with its options."""
+    """A row of the tables: a method with its options, and the options of runs that are this row's own."""
 
     name: str
     method: str
     kwargs: dict[str, Any]
+    settings: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def _task(entry: Any, content: Mapping[str, Any], settings: Mapping[str, Any], w
     cuts = own.get("cuts", own_cut) or content.get("cuts", shared_cut)
     lists: dict[str, Any] = {key: own.get(key, content.get(key)) for key in _LISTS} | {"cuts": cuts}
     extra = _method_options(own.get("method_options", {}), f"{where}.method_options")
-    variants = tuple(_variant(v, extra, f"{where}.methods") for v in _list(lists["methods"], f"{where}.methods"))
+    variants = tuple(_variant(v, extra, name, f"{where}.methods") for v in _list(lists["methods"], f"{where}.methods"))
     _distinct([v.name for v in variants], f"{where}.methods", 'Give variants of a method a "name" each.')
     splits: tuple[Split, ...] = (_default_split(options),)
     if lists["splits"] is not None:
@@ -166,9 +167,9 @@ def _baselines(entry: Any, tasks: Sequence[TaskSpec]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _variant(entry: Any, extra: Mapping[str, Mapping[str, Any]], where: str) -> Variant:
+def _variant(entry: Any, extra: Mapping[str, Mapping[str, Any]], task: str, where: str) -> Variant:
     entry = {"method": entry} if isinstance(entry, str) else _mapping(entry, f"{where}: a method")
-    _known(entry, ("method", "name", "method_kwargs"), f"{where}: a method")
+    _known(entry, ("method", "name", "method_kwargs", "settings"), f"{where}: a method")
     method = _text(entry.get("method"), f"{where}: method")
     if method not in METHODS:
         raise ValueError(
@@ -179,7 +180,8 @@ def _variant(entry: Any, extra: Mapping[str, Mapping[str, Any]], where: str) -> 
         title = make_method(method, kwargs).full_title
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    return Variant(_text(entry.get("name", title), f"{where}: name"), method, kwargs)
+    name = _text(entry.get("name", title), f"{where}: name")
+    return Variant(name, method, kwargs, _options(entry.get("settings") or {}, f"{where}: settings of {name}", task))
 
 
 def _method_options(entry: Any, where: str) -> dict[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ import yaml
 
 from hf_coefsfl._recipes import find_spec, specs
 from hf_coefsfl.cli import main
-from hf_coefsfl.compare import expand, load_spec, parse_spec, total
+from hf_coefsfl.compare import check_files, expand, load_spec, parse_spec, total
 from hf_coefsfl.compare.grid import upcoming
 from hf_coefsfl.compare.paper import paper_results, paper_tables, paper_value
 from tests.support.comparisons import cells_of, content
@@ -32,6 +32,14 @@ from tests.support.paths import ROOT
             {"methods": [{"method": "coef_d", "method_kwargs": {"lambda": 1}}]},
             "no option 'lambda'.*compensation",
         ),
+        (
+            {"methods": [{"method": "reuse", "name": "one", "settings": {"num_round": 3}}]},
+            "methods: settings of one gives 'num_round', which is not an option",
+        ),
+        ({"methods": [{"method": "reuse", "settings": {"seed": 3}}]}, "gives 'seed', which is set by seeds"),
+        ({"methods": [{"method": "reuse", "settings": {"max_length": 9}}]}, "gives 'max_length', which is not an op"),
+        ({"methods": [{"method": "reuse", "settings": {"num_rounds": 0}}]}, "num_rounds=0 must be"),
+        ({"methods": [{"method": "reuse", "settings": ["iid"]}]}, "must be a mapping"),
         ({"tasks": [{"task": "mnist"}]}, "unknown task 'mnist'. Choose one of:.*cifar100"),
         (
             {"tasks": [{"task": "mnli", "doc_stridee": 3, "cut": 1}]},
@@ -107,6 +115,29 @@ def test_a_tasks_own_lists_replace_the_specs() -> None:
     assert total(cells) == 2 * (2 + 2) + 4 * (1 + 2)
     assert cells[3].first()[0].options["method_kwargs"] == {"compensation_factor": 7}
     assert "method_kwargs" not in cells[1].first()[0].options
+
+
+def test_the_settings_of_a_row_win() -> None:
+    central = {"method": "vanilla", "name": "Central", "settings": {"num_clients": 1, "partition": "iid"}}
+    skewed = {"name": "skewed", "partition": "dirichlet", "dirichlet_alpha": 0.3, "num_clients": 9}
+    splits = [{"name": "IID", "partition": "iid"}, skewed]
+    usual = cells_of(splits=splits, methods=["reuse", "vanilla"])
+    cells = cells_of(splits=splits, methods=["reuse", central])
+    assert [cell.runs for cell in cells[::2]] == [cell.runs for cell in usual[::2]]  # and so their ids
+    for cell in cells[1::2]:
+        options = cell.first()[0].options
+        assert {name: options[name] for name in central["settings"]} == central["settings"]
+        assert options["num_rounds"] == 4 and options["method"] == "vanilla"
+    assert cells[3].first()[0].options["dirichlet_alpha"] == 0.3  # of the split: it is not given by the row
+    assert cells[1].first()[0].id not in {run.id for cell in usual for run in cell.runs.values()}
+    plain = {"method": "vanilla", "name": "Central", "settings": None}
+    assert [c.runs for c in cells_of(splits=splits, methods=["reuse", plain])] == [c.runs for c in usual]
+
+
+def test_files_of_a_row_are_looked_for_too() -> None:
+    row = {"method": "reuse", "settings": {"model_name_or_path": "./nowhere/vit"}}
+    with pytest.raises(ValueError, match=r"not here: \./nowhere/vit"):
+        check_files(cells_of(methods=[row]))
 
 
 def test_what_cannot_be_probed_or_trained() -> None:
