@@ -25,7 +25,7 @@ run.create_model_card()
 spec = parse_spec(content(), "test")
 cells = expand(spec)
 (folder / "report").mkdir()
-write_report(spec, cells, folder / "report", folder, {r.id: summary(0.5) for c in cells for r in c.first()})
+write_report(spec, cells, folder / "report", {r.id: summary(0.5) for c in cells for r in c.first()})
 try:
     run.plot_partition(folder / "partition.png")
 except ImportError as error:

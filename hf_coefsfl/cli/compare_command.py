@@ -12,7 +12,7 @@ from tqdm import tqdm
 from .._recipes import specs
 from ..analysis.tables import format_table
 from ..analysis.timing import Network
-from ..compare import Cell, Runner, Spec, check_files, expand, load_finished, load_spec, total, write_report
+from ..compare import Archive, Cell, Runner, Spec, check_files, expand, load_finished, load_spec, total, write_report
 from ..compare.budget import Budget
 from ..compare.grid import Summary
 from ..trainer.output_folder import FolderLock
@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
     add("--output_dir", help="default: outputs/compare/NAME for NAME.yaml")
     add("--runs_dir", help="folder of the runs, which specs may share (default: runs in --output_dir)")
+    add("--archive", metavar="FILE", help="Parquet file of finished runs: they are not run again, new ones are added")
     add("--bandwidth", default="10Mbps", help="of a client's link, for the table's seconds (default: %(default)s)")
     add("--latency", default="50ms", help="of one transfer over it (default: %(default)s)")
     add(
@@ -56,30 +57,31 @@ def run(arguments: argparse.Namespace) -> str:
     cells = expand(spec)
     root = Path(arguments.output_dir or Path("outputs", "compare", spec.name))
     runs = Path(arguments.runs_dir or root / "runs")
+    archive = Archive(Path(arguments.archive)) if arguments.archive is not None else None
     if arguments.dry_run:
-        return _listing(cells, runs, arguments.device_speed)
+        return _listing(cells, load_finished(cells, runs, archive), arguments.device_speed)
     if arguments.device_speed is not None:
         raise ValueError("--device_speed needs --dry_run: it estimates the runs and starts none.")
     if not arguments.report_only:
         check_files(cells)
     with FolderLock(root):
         if arguments.report_only:
-            return _answer(write_report(spec, cells, root, runs, load_finished(cells, runs), link=link), root)
-        return _compare(spec, cells, root, runs, arguments.jobs, link)
+            return _answer(write_report(spec, cells, root, load_finished(cells, runs, archive), link=link), root)
+        return _compare(spec, Runner(cells, runs, jobs=arguments.jobs, archive=archive), root, link)
 
 
-def _compare(spec: Spec, cells: list[Cell], root: Path, runs: Path, jobs: int, link: Network | None) -> str:
+def _compare(spec: Spec, runner: Runner, root: Path, link: Network | None) -> str:
     def refresh(finished: Mapping[str, Summary]) -> None:
-        write_report(spec, cells, root, runs, finished, list(runner.failures.values()), plots=False, link=link)
+        write_report(spec, cells, root, finished, list(runner.failures.values()), plots=False, link=link)
 
-    runner = Runner(cells, runs, jobs=jobs, on_finish=refresh)
+    cells, runner.on_finish = runner.cells, refresh
     try:
         failures = runner.run()
     except KeyboardInterrupt:
         done = f"{len(runner.finished)} of {total(cells)} runs are done"
         print(f"\nStopped; {done}. The same command continues from there.", file=sys.stderr)
         sys.exit(130)
-    text = write_report(spec, cells, root, runs, runner.finished, failures, link=link)
+    text = write_report(spec, cells, root, runner.finished, failures, link=link)
     if not failures:
         return _answer(text, root)
     print(_answer(text, root), flush=True)
@@ -92,8 +94,7 @@ def _answer(text: str, root: Path) -> str:
     return f"{text}\nReport: {root / 'report.html'}"
 
 
-def _listing(cells: list[Cell], runs_dir: Path, speed: str | None) -> str:
-    finished = load_finished(cells, runs_dir)
+def _listing(cells: list[Cell], finished: Mapping[str, Summary], speed: str | None) -> str:
     budget = Budget(parse_speed(speed)) if speed is not None else None
     rows, notes, hours, mib = [], set(), 0.0, 0.0
     for cell in tqdm(cells, desc="estimating", unit="setting", leave=False, disable=budget is None):

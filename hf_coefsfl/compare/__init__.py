@@ -1,11 +1,13 @@
 """Comparisons of methods x splits x cuts x learning rates x seeds, run in worker processes and reported together."""
 
+from .archive import Archive
 from .grid import Cell, Run, check_files, expand, total
 from .render.report import write_report
 from .runner import Failure, Runner, load_finished
 from .spec import Spec, load_spec, parse_spec
 
 __all__ = [
+    "Archive",
     "Cell",
     "Failure",
     "Run",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from filelock import lock_descriptor
 
 from .._io import to_json, write_atomically
+from ..analysis.staleness import load_probe, summarize_probe
 from ..tasks.run import SUMMARY_NAME
+from ..trainer.checkpoints import PROBE_NAME
 from .grid import Run, Summary
 
 OPTIONS, LOG, LOCK = "options.json", "log.txt", "lock"
@@ -28,24 +31,27 @@ class RunFolder:
         self.log = self.path / LOG
 
     def summary(self) -> Summary | None:
-        """Return the run's summary, or None if it has not finished. Raise ValueError if it is another run's."""
+        """Return the run's summary, or None if it has not finished. Raise ValueError if it is another run's.
+
+        If the run was probed, `staleness` in it has an entry for each probed round: means over the local updates.
+        """
         summary = _read(self.path / SUMMARY_NAME)
         if not isinstance(summary.get("scores"), dict):
             return None
         self.check(summary)
-        return summary
+        probe = self.path / PROBE_NAME
+        return summary | {"staleness": _probed_rounds(probe)} if probe.is_file() else summary
 
     def check(self, summary: Summary) -> None:
         """Refuse a folder whose files tell of other options than the run's."""
         expected = json.loads(to_json(self.run.options))
         written = {name: value for name, value in _read(self.path / OPTIONS).items() if name not in _OWN}
-        found = written | {name: summary[name] for name in _SUMMARIZED if name in summary}
-        for name in sorted(found.keys() & (expected.keys() | written.keys())):
-            if found[name] != expected.get(name):
-                raise ValueError(
-                    f"{self.path} holds a run with {name}={found[name]!r} instead of {expected.get(name)!r} as the "
-                    "spec says. Delete the folder, or give another --runs_dir."
-                )
+        differs = difference(expected, written, summary)
+        if differs is not None:
+            raise ValueError(
+                f"{self.path} holds a run with {differs} as the spec says. Delete the folder, or give another "
+                "--runs_dir."
+            )
 
     def wall_seconds(self, summary: Summary) -> float:
         """Return how long the worker took, start-up, evaluation and saving included.
@@ -102,7 +108,25 @@ def _read(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def finished_runs(folder: Path, runs: Iterable[Run]) -> dict[str, Summary]:
-    """Return the summaries of the runs that have finished, by id."""
-    summaries = {run.id: RunFolder(folder, run).summary() for run in runs}
-    return {run_id: summary for run_id, summary in summaries.items() if summary is not None}
+def _probed_rounds(path: Path) -> list[dict[str, float]]:
+    points = load_probe(path)
+    by_round = {step: [p for p in points if p.round == step] for step in sorted({p.round for p in points})}
+    return [
+        {"round": step} | {name: value for name, value in summarize_probe(found).items() if math.isfinite(value)}
+        for step, found in by_round.items()
+    ]
+
+
+def difference(expected: Mapping[str, Any], written: Mapping[str, Any], summary: Summary) -> str | None:
+    """Return the first option in which a run on disk is not the expected one, such as "seed=1 instead of 0", or None.
+
+    Args:
+        expected: the options of the run, as JSON has them.
+        written: those beside its summary.
+        summary: its summary, which repeats some of them.
+    """
+    found = {**written, **{name: summary[name] for name in _SUMMARIZED if name in summary}}
+    for name in sorted(found.keys() & (expected.keys() | written.keys())):
+        if found[name] != expected.get(name):
+            return f"{name}={found[name]!r} instead of {expected.get(name)!r}"
+    return None

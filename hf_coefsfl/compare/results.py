@@ -12,10 +12,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from .._io import to_json, write_atomically
-from ..analysis.staleness import load_probe, summarize_probe
 from ..tasks import TASKS
-from ..trainer.checkpoints import PROBE_NAME
-from .folders import RunFolder
 from .grid import Cell, Run, Summary
 from .paper import PaperValue, paper_value
 from .spec import Spec
@@ -88,7 +85,7 @@ def gather(spec: Spec, cells: Sequence[Cell], finished: Mapping[str, Summary]) -
     results = []
     for cell in cells:
         runs = cell.results(finished)
-        usual = dict.fromkeys(cell.spec.options.get("metrics") or TASKS[cell.spec.task].scores)
+        usual = dict.fromkeys(cell.first()[0].options.get("metrics") or TASKS[cell.spec.task].scores)
         scores = {}
         for name in names.get((cell.spec.task, cell.spec.title), usual):
             values = [summary["scores"].get(name) for _, summary in runs]
@@ -129,18 +126,15 @@ def mean_curve(result: Result, score: str) -> list[tuple[int, float, float]]:
     return [(step, mean(m for m, _ in seeds), mean(v for _, v in seeds)) for step, seeds in sorted(points.items())]
 
 
-def staleness(result: Result, folder: Path) -> list[dict[str, float]]:
+def staleness(result: Result) -> list[dict[str, float]]:
     """Return what the probe measured, one entry per probed round: means over the local updates and the seeds."""
-    by_round: dict[int, list[dict[str, float]]] = {}
-    for run, _ in result.runs:
-        path = RunFolder(folder, run).path / PROBE_NAME
-        if path.is_file():
-            points = load_probe(path)
-            for step in {point.round for point in points}:
-                by_round.setdefault(step, []).append(summarize_probe([p for p in points if p.round == step]))
+    by_round: dict[int, list[Mapping[str, float]]] = {}
+    for _, summary in result.runs:
+        for entry in summary.get("staleness", ()):
+            by_round.setdefault(entry["round"], []).append(entry)
     return [
-        {"round": step} | {k: mean(s[k] for s in seeds if k in s) for k in sorted({k for s in seeds for k in s})}
-        for step, seeds in sorted(by_round.items())
+        {k: mean(s[k] for s in seeds if k in s) for k in sorted({k for s in seeds for k in s})}
+        for _, seeds in sorted(by_round.items())
     ]
 
 

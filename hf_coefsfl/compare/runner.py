@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from .folders import RunFolder, finished_runs
+from .archive import Archive
+from .folders import RunFolder
 from .grid import Cell, Run, Summary, total, upcoming, wanted
 
 WORKER = (sys.executable, "-m", "hf_coefsfl", "train")  # the command of a run; its task and options file follow
@@ -56,6 +57,7 @@ class Runner:
         cells: the settings.
         folder: holds a folder for each run.
         jobs: how many runs at a time.
+        archive: of finished runs. Those in it are not run, and new ones are added to it.
         on_finish: called after each finished run, with all of them.
         worker: the command of a worker. Default: `WORKER`.
     """
@@ -66,12 +68,14 @@ class Runner:
         folder: Path,
         *,
         jobs: int = 1,
+        archive: Archive | None = None,
         on_finish: Callable[[Mapping[str, Summary]], None] | None = None,
         worker: Sequence[str] | None = None,
     ):
         self.cells, self.folder, self.jobs, self.on_finish = cells, folder, jobs, on_finish
         self.command = tuple(worker or WORKER)
-        self.finished = load_finished(cells, folder)
+        self.archive = archive
+        self.finished = load_finished(cells, folder, archive)
         self.failures: dict[str, Failure] = {}
         self.workers: list[_Worker] = []
         self._wall_seconds: dict[str, float] = {}
@@ -81,6 +85,7 @@ class Runner:
         """Run until nothing is missing, and return the failures. If it is interrupted, it ends its workers."""
         previous = _interrupt_on_termination()
         planned = total(self.cells)
+        self._archive(*(run for cell in wanted(self.cells) for run in cell.runs.values() if run.id in self.finished))
         with tqdm(total=planned, initial=len(self.finished), file=sys.stderr, unit="run", disable=None) as bar:
             bar.bar_format = "{n_fmt}/{total_fmt} runs |{bar:20}| {elapsed}{postfix}"
             try:
@@ -112,7 +117,7 @@ class Runner:
             self._elsewhere[folder.run.id] = time.monotonic() + _POLL_OTHERS
             return
         try:
-            summary = folder.summary()  # another process may have finished it meanwhile
+            summary = _summary(folder, self.archive)  # another process may have finished it meanwhile
             if summary is not None:
                 self._finish(folder, summary, bar)
                 return
@@ -143,6 +148,7 @@ class Runner:
 
     def _finish(self, folder: RunFolder, summary: Summary, bar: Any) -> None:
         self.finished[folder.run.id] = summary
+        self._archive(folder.run)
         bar.update()
         scores = ", ".join(f"{name} {value:.1f}" for name, value in summary["scores"].items() if value is not None)
         seconds = self._seconds(folder.run, summary)
@@ -152,6 +158,10 @@ class Runner:
         tqdm.write(f"{count} {folder.run.id}: {scores} ({seconds:.0f} s){then}", file=sys.stderr)
         if self.on_finish is not None:
             self.on_finish(self.finished)
+
+    def _archive(self, *runs: Run) -> None:
+        if self.archive is not None:
+            self.archive.add((run, self.finished[run.id]) for run in runs)
 
     def _report(self, bar: Any) -> None:
         left = self.seconds_left()
@@ -211,11 +221,21 @@ class Runner:
         self.workers.clear()
 
 
-def load_finished(cells: Sequence[Cell], folder: Path) -> dict[str, Summary]:
-    """Return the summaries of all finished runs of the settings, by id."""
-    first = finished_runs(folder, (run for cell in wanted(cells) for run in cell.first()))
+def load_finished(cells: Sequence[Cell], folder: Path, archive: Archive | None = None) -> dict[str, Summary]:
+    """Return the summaries of all finished runs of the settings, by id: of the archive, and of folders otherwise."""
+
+    def finished(runs: Iterable[Run]) -> dict[str, Summary]:
+        summaries = {run.id: _summary(RunFolder(folder, run), archive) for run in runs}
+        return {run_id: summary for run_id, summary in summaries.items() if summary is not None}
+
+    first = finished(run for cell in wanted(cells) for run in cell.first())
     rates = [(cell, cell.chosen(first)) for cell in wanted(cells)]
-    return first | finished_runs(folder, (run for cell, rate in rates if rate is not None for run in cell.later(rate)))
+    return first | finished(run for cell, rate in rates if rate is not None for run in cell.later(rate))
+
+
+def _summary(folder: RunFolder, archive: Archive | None) -> Summary | None:
+    archived = archive.summary(folder.run) if archive is not None else None
+    return folder.summary() if archived is None else archived
 
 
 def worker_environment(jobs: int, slot: int) -> dict[str, str]:

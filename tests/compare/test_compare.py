@@ -8,7 +8,6 @@ import os
 import random
 import re
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,50 +25,7 @@ from hf_coefsfl.compare import Runner, runner, total
 from hf_coefsfl.compare.grid import upcoming
 from hf_coefsfl.compare.runner import worker_environment
 from hf_coefsfl.trainer.output_folder import FolderLock
-from tests.support.comparisons import cells_of, content, summary
-
-# Writes its id to a journal when the work is done, then the summary; FAKE_FAIL names a method
-# that fails, FAKE_WAIT a file whose coming it waits for.
-WORKER = """
-import json, os, sys, time
-task, path = sys.argv[1:]
-o = json.load(open(path))
-folder = o["output_dir"]
-print("working", o["method"], os.environ["OMP_NUM_THREADS"], flush=True)
-while "FAKE_WAIT" in os.environ and not os.path.exists(os.environ["FAKE_WAIT"]):
-    time.sleep(0.005)
-if o["method"] == os.environ.get("FAKE_FAIL"):
-    sys.exit("the reason of the failure")
-score = 100 * o["learning_rate"] + o["seed"] + len(o["method"])
-curve = [{"round": 1, "mib": 1.5, "scores": {"accuracy": 1.0}}, {"round": 2, "mib": 3, "scores": {"accuracy": score}}]
-with open(os.path.join(os.path.dirname(folder), "journal"), "a") as journal:
-    journal.write(os.path.basename(folder) + "\\n")
-with open(folder + "/summary.tmp", "w") as file:
-    json.dump({"task": task, "method": o["method"], "scores": {"accuracy": score}, "curve": curve, "mib": 3.0,
-               "transfers": 4, "seconds": 1.0, "versions": {"torch": "<2>"}}, file)
-os.replace(folder + "/summary.tmp", folder + "/summary.json")
-"""
-
-
-@pytest.fixture
-def worker(tmp_path: Path) -> tuple[str, ...]:
-    (tmp_path / "worker.py").write_text(WORKER)
-    return sys.executable, "-S", str(tmp_path / "worker.py")
-
-
-@pytest.fixture
-def command(tmp_path: Path, worker: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A comparison of four runs with the worker above, its report beside the spec."""
-    monkeypatch.setattr(runner, "WORKER", worker)
-    monkeypatch.setattr(runner, "_POLL", 0.02)
-    (tmp_path / "few.yaml").write_text(yaml.safe_dump(content(learning_rates=[0.1], seeds=[0, 1])))
-    return ["compare", str(tmp_path / "few.yaml"), "--output_dir", str(tmp_path / "out")]
-
-
-def journal(folder: Path) -> Counter[str]:
-    path = folder / "journal"
-    return Counter(path.read_text().split()) if path.exists() else Counter()
-
+from tests.support.comparisons import cells_of, content, journal, summary
 
 # ---- The protocol ----
 

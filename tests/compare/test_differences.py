@@ -1,12 +1,10 @@
 """Paired differences: the pairs are right, and so are the intervals."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from hf_coefsfl.compare.differences import Difference, difference_rows, paired
-from hf_coefsfl.compare.grid import expand
+from hf_coefsfl.compare.grid import expand, total
 from hf_coefsfl.compare.render.more_tables import more_tables
 from hf_coefsfl.compare.render.plots import by_place
 from hf_coefsfl.compare.results import Result, gather
@@ -53,11 +51,11 @@ def test_groups_count_alike_however_many_seeds_they_have() -> None:
     assert (found.mean, found.low, found.high) == (1.5, 1.5, 1.5)
 
 
-def test_the_table(tmp_path: Path) -> None:
+def test_the_table() -> None:
     found = results({"vanilla": [70, 60, 50], "reuse": [69, 59, 49]})
-    text = more_tables(found, tmp_path, ["Vanilla SFL"])
+    text = more_tables(found, ["Vanilla SFL"])
     assert "**Difference to Vanilla SFL**" in text and "-1.0 [-1.0, -1.0]" in text
-    assert more_tables(found, tmp_path, []) == ""
+    assert more_tables(found, []) == ""
 
 
 def test_places_that_differ_in_the_cut_have_columns_of_their_own() -> None:
@@ -65,6 +63,29 @@ def test_places_that_differ_in_the_cut_have_columns_of_their_own() -> None:
     found = results({"vanilla": [70, 60], "reuse": [69, 59]}, tasks=[task])
     (row,) = difference_rows(by_place(found), "Vanilla SFL")
     assert list(row) == ["Method", "CIFAR-100, cut 1", "CIFAR-100, cut 2", "all"]
+
+
+def test_rows_with_settings_are_paired_at_every_place() -> None:
+    """A row that is trained alike for all splits has one set of runs, and a difference for each split and for all."""
+    central = {"method": "vanilla", "name": "Central", "settings": {"num_clients": 1, "partition": "iid"}}
+    splits = [{"name": "IID", "partition": "iid"}, {"name": "skewed", "partition": "dirichlet"}]
+    lists = {"methods": ["vanilla", central], "splits": splits, "learning_rates": [0.1], "seeds": [0, 1]}
+    spec = parse_spec(content(**lists, baselines=["Vanilla SFL"]), "t")
+    cells = expand(spec)
+    values = {("Vanilla SFL", "IID"): 60.0, ("Vanilla SFL", "skewed"): 50.0}
+    finished = {
+        run.id: summary(values.get((cell.variant.name, cell.split.name), 65.0) + run.options["seed"])
+        for cell in cells
+        for run in cell.runs.values()
+    }
+    assert len(finished) == total(cells) == 3 * 2
+    (row,) = difference_rows(by_place(gather(spec, cells, finished)), "Vanilla SFL")
+    assert row == {
+        "Method": "Central",
+        "CIFAR-100, IID": "+5.0 [+5.0, +5.0]",
+        "CIFAR-100, skewed": "+15.0 [+15.0, +15.0]",
+        "all": "+10.0 [+10.0, +10.0]",
+    }
 
 
 def test_a_baseline_must_be_a_row() -> None:

@@ -15,12 +15,12 @@ import pytest
 from pyarrow import parquet
 
 from hf_coefsfl.analysis.timing import Network
-from hf_coefsfl.compare import Cell, expand, load_spec, parse_spec, write_report
+from hf_coefsfl.compare import Cell, expand, load_finished, load_spec, parse_spec, write_report
 from hf_coefsfl.compare.paper import paper_results, paper_value
 from hf_coefsfl.compare.render.table_formats import latex, markdown
 from hf_coefsfl.compare.render.tables import make_tables, ranks
 from hf_coefsfl.compare.results import Score, gather
-from tests.support.comparisons import cells_of, content, summary
+from tests.support.comparisons import cells_of, content, probe_point, summary
 from tests.support.paths import ROOT
 
 
@@ -153,21 +153,13 @@ def test_the_report(tmp_path: Path) -> None:
     cells = expand(spec)
     finished = {run.id: summary(50.0 + i) for i, run in enumerate([*cells[0].first(), *cells[1].first()])}
     finished[cells[1].first()[1].id]["scores"]["accuracy"] = float("nan")
-    probed = tmp_path / "runs" / cells[0].first()[1].id
+    run = cells[0].first()[1]
+    probed = tmp_path / "runs" / run.id
     probed.mkdir(parents=True)
-    point = {
-        "round": 2,
-        "update": 1,
-        "displacement": 1.0,
-        "best_lambda": None,
-        "helped_share": None,
-        "surrogate_above": True,
-        "norm": 2.0,
-    }
-    point |= {"used_cosine": 0.6, "used_error": 0.4, "activation_error": 0.3, "server_cosine": 0.9, "server_error": 0.2}
-    point |= {"stale_cosine": 0.5, "stale_error": 0.5, "compensated_cosine": 0.75, "compensated_error": 0.25}
-    (probed / "staleness.json").write_text(json.dumps([point]))
-    write_report(spec, cells, tmp_path, tmp_path / "runs", finished)
+    (probed / "summary.json").write_text(json.dumps(finished[run.id]))
+    (probed / "staleness.json").write_text(json.dumps([probe_point(round=2)]))
+    finished |= load_finished(cells, tmp_path / "runs")
+    write_report(spec, cells, tmp_path, finished)
     rows = parquet.read_table(tmp_path / "results.parquet").to_pylist()
     assert [(row["method"], row["learning_rate"], row["chosen"]) for row in rows] == [
         ("reuse", 0.1, False), ("reuse", 0.2, True), ("coef_d", 0.1, True), ("coef_d", 0.2, False),
@@ -187,6 +179,15 @@ def test_the_report(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == [
         "cifar-100-vit-iid-cut-2-staleness.png", "cifar-100-vit-iid-cut-2.png",
     ]  # fmt: skip
+
+
+def test_the_page_tells_the_settings_of_rows_from_the_others(tmp_path: Path) -> None:
+    central = {"method": "vanilla", "name": "Central", "settings": {"num_rounds": 9}}
+    spec = parse_spec(content(methods=["reuse", central], learning_rates=[0.1], seeds=[0]), "t")
+    write_report(spec, expand(spec), tmp_path, {})
+    page = (tmp_path / "report.html").read_text()
+    assert "<h3>All other runs</h3>" in page and "<dt>num_rounds</dt><dd>4</dd>" in page
+    assert "<h3>Rows with settings of their own</h3><dl>\n<dt>Central</dt><dd>num_rounds=9</dd>" in page
 
 
 def test_a_diverged_seed_does_not_break_the_report() -> None:

@@ -42,7 +42,7 @@ def test_a_reader_sorts_the_table_and_sees_the_curves(tmp_path: Path, browser: s
     spec = parse_spec(content(learning_rates=[0.1], seeds=[0]), "t")
     cells = expand(spec)
     finished = {cell.first()[0].id: summary(value) for cell, value in zip(cells, (60.0, 50.0), strict=True)}
-    write_report(spec, cells, tmp_path, tmp_path / "runs", finished, plots=False)
+    write_report(spec, cells, tmp_path, finished, plots=False)
     page = tmp_path / "report.html"
     page.write_text(page.read_text().replace("</body>", _READER))
     command = [browser, *_QUIET, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
@@ -20,9 +19,9 @@ from .tables import make_tables
 
 
 def make_html(
-    spec: Spec, results: Sequence[Result], runs: Path, failures: Sequence[Failure] = (), link: Network | None = None
+    spec: Spec, results: Sequence[Result], failures: Sequence[Failure] = (), link: Network | None = None
 ) -> str:
-    """Return the page. `runs` holds the folders of the runs."""
+    """Return the page."""
     finished = {run.id for result in results for run, _ in result.tried}
     planned = total([result.cell for result in results])
     labels, rows = _runs(results)
@@ -40,11 +39,11 @@ def make_html(
         settings=_settings(results),
         run_labels=labels,
         runs=rows,
-        data=finite(chart_data(results, runs)),
+        data=finite(chart_data(results)),
     )
 
 
-def chart_data(results: Sequence[Result], runs: Path) -> dict[str, Any]:
+def chart_data(results: Sequence[Result]) -> dict[str, Any]:
     """Return the data of the charts."""
     order = list(dict.fromkeys(result.cell.variant.name for result in results))
     charts = []
@@ -52,7 +51,7 @@ def chart_data(results: Sequence[Result], runs: Path) -> dict[str, Any]:
         for score in dict.fromkeys(s for r in found for s in r.scores):
             lines = {r.cell.variant.name: mean_curve(r, score) for r in found}
             charts.append({"name": place_name(place), "y": score, "lines": {k: v for k, v in lines.items() if v}})
-        probed = {r.cell.variant.name: staleness(r, runs) for r in found}
+        probed = {r.cell.variant.name: staleness(r) for r in found}
         for key, label in PROBED.items():
             lines = {
                 name: [(int(p["round"]), None, p[key]) for p in points if key in p]  # type: ignore[misc]
@@ -63,23 +62,28 @@ def chart_data(results: Sequence[Result], runs: Path) -> dict[str, Any]:
 
 
 def _settings(results: Sequence[Result]) -> dict[str, Mapping[str, Any]]:
-    """Return the options that all runs share, and those of each task, model and split, by heading."""
-    runs = [(result, result.cell.first()[0]) for result in results if result.cell.refused is None]
-    if not runs:
+    """Return the options that all runs share, those of each task, model and split, and those of rows, by heading."""
+    trained = [result for result in results if result.cell.refused is None]
+    if not trained:
         return {}
-    varied = {"method", "method_kwargs", "learning_rate", "seed", "cut", "staleness_probe"}
-    options = [{k: v for k, v in run.options.items() if k not in varied} for _, run in runs]
+    options = [{**result.cell.spec.options, **result.cell.split.options} for result in trained]
     common = {k: v for k, v in options[0].items() if all(k in other and other[k] == v for other in options)}
     rates = sorted({rate for result in results for rate in result.cell.spec.learning_rates})
     seeds = sorted({seed for result in results for seed in result.cell.spec.seeds})
+    variants = [result.cell.variant for result in trained]
+    own_settings = {v.name: [f"{k}={x}" for k, x in v.settings.items()] for v in variants if v.settings}
     blocks: dict[str, Mapping[str, Any]] = {
-        "All runs": {"learning rates": [f"{rate:g}" for rate in rates], "seeds": seeds, **common}
+        "All other runs" if own_settings else "All runs": {
+            "learning rates": [f"{rate:g}" for rate in rates],
+            "seeds": seeds,
+            **common,
+        }
     }
-    for (result, _), own in zip(runs, options, strict=True):
+    for result, own in zip(trained, options, strict=True):
         name = f"{result.title}, {result.cell.spec.model}, {result.cell.split.name}"
         blocks[name] = {k: v for k, v in own.items() if k not in common}
-    variants = [result.cell.variant for result, _ in runs]
     blocks["Options of methods"] = {v.name: [f"{k}={x}" for k, x in v.kwargs.items()] for v in variants if v.kwargs}
+    blocks["Rows with settings of their own"] = own_settings
     blocks["Versions"] = next((s["versions"] for r in results for _, s in r.tried if s.get("versions")), {})
     return blocks
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import mean
 
 from ...analysis.tables import format_table
@@ -17,9 +16,9 @@ _PROBED = {
 }  # fmt: skip
 
 
-def more_tables(results: Sequence[Result], runs: Path, baselines: Sequence[str]) -> str:
-    """Return the tables as Markdown, empty if there is nothing to show. `runs` holds the folders of the runs."""
-    return "\n".join([*(_differences(results, baseline) for baseline in baselines), *_staleness(results, runs)])
+def more_tables(results: Sequence[Result], baselines: Sequence[str]) -> str:
+    """Return the tables as Markdown, empty if there is nothing to show."""
+    return "\n".join([*(_differences(results, baseline) for baseline in baselines), *_staleness(results)])
 
 
 def _differences(results: Sequence[Result], baseline: str) -> str:
@@ -33,12 +32,12 @@ def _differences(results: Sequence[Result], baseline: str) -> str:
     return f"**Difference to {baseline}**\n\n{format_table(rows, markdown=True)}\n\n{note}\n"
 
 
-def _staleness(results: Sequence[Result], runs: Path) -> list[str]:
+def _staleness(results: Sequence[Result]) -> list[str]:
     texts = []
     for place, found in by_place(results).items():
         rows = []
         for result in found:
-            points = staleness(result, runs)
+            points = staleness(result)
             if points:
                 means = {
                     label: mean(known) if (known := [p[key] for p in points if key in p]) else None

@@ -30,8 +30,8 @@ def place_name(place: tuple[str, str, str, int]) -> str:
     return f"{title}, {model}, {split}, cut {cut}"
 
 
-def write_plots(results: Sequence[Result], runs: Path, folder: Path) -> list[Path]:
-    """Draw each group of `by_place` into `folder` and return the files. `runs` holds the folders of the runs."""
+def write_plots(results: Sequence[Result], folder: Path) -> list[Path]:
+    """Draw each group of `by_place` into `folder` and return the files."""
     written = []
     for place, found in by_place(results).items():
         name = re.sub(r"[^a-z0-9]+", "-", place_name(place).lower()).strip("-")
@@ -44,7 +44,7 @@ def write_plots(results: Sequence[Result], runs: Path, folder: Path) -> list[Pat
                 label = score if score == "perplexity" else f"{score} (%)"
                 plot_runs(curves, path, metric=label, title=place_name(place), shares=False)
                 written.append(path)
-        probed = {r.cell.variant.name: points for r in found if (points := staleness(r, runs))}
+        probed = {r.cell.variant.name: points for r in found if (points := staleness(r))}
         if probed:
             path = folder / f"{name}-staleness.png"
             folder.mkdir(parents=True, exist_ok=True)

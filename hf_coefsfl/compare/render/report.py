@@ -23,7 +23,6 @@ def write_report(
     spec: Spec,
     cells: Sequence[Cell],
     root: Path,
-    runs: Path,
     finished: Mapping[str, Summary],
     failures: Sequence[Failure] = (),
     *,
@@ -36,7 +35,6 @@ def write_report(
         spec: the comparison.
         cells: its settings.
         root: where to write.
-        runs: holds the folders of the runs.
         finished: the summaries of the finished runs, by id.
         failures: the runs that failed in this call.
         link: a client's connection, for the seconds of a table of one task.
@@ -45,14 +43,14 @@ def write_report(
     results = gather(spec, cells, finished)
     tables = make_tables(results, link)
     text = "\n".join(markdown(table) for table in tables)
-    if more := more_tables(results, runs, spec.baselines):
+    if more := more_tables(results, spec.baselines):
         text += "\n" + more
     write_atomically(root / "results.json", results_json(spec, results))
     write_parquet(results, root / "results.parquet")
     write_atomically(root / "table.md", f"# {spec.title}\n\n{text}")
     packages = "% needs \\usepackage{booktabs,multirow,xcolor}\n"
     write_atomically(root / "table.tex", packages + "\n".join(latex(table) for table in tables))
-    write_atomically(root / "report.html", make_html(spec, results, runs, failures, link))
+    write_atomically(root / "report.html", make_html(spec, results, failures, link))
     if plots and can_plot():
-        write_plots(results, runs, root / "plots")
+        write_plots(results, root / "plots")
     return text
