@@ -37,8 +37,9 @@ class AnsweringServer(Method):
 
     @property
     def full_title(self) -> str:
-        """The paper's name for the paper's method, else with the weights that the gradients are taken at."""
-        return self.title if self.feedback_at == "initial" else f"{self.title}, {self.feedback_at}"
+        """The title, with the weights that the gradients are taken at if they are not the method's own choice."""
+        usual = type(self).feedback_at  # the default of the field
+        return self.title if self.feedback_at == usual else f"{self.title}, {self.feedback_at}"
 
 
 class ReusedFeedback(Method):
@@ -85,7 +86,7 @@ class GradientReuse(AnsweringServer, ReusedFeedback):
     def round(self, client: ClientLink, server: ServerSide) -> None:
         """Exchange once; the server trains on what it received before, while or after it takes the gradients."""
         smashed = client.upload()
-        epochs = client.local_epochs
+        epochs = self.server_epochs(client.local_epochs)
         if self.feedback_at == "final":
             server.local_updates(smashed, epochs)
         # Only the link holds the feedback, so that its memory is free when the server's own updates begin.
@@ -97,6 +98,10 @@ class GradientReuse(AnsweringServer, ReusedFeedback):
             client.update(client.stage(self.feedback(server, data, batch) for batch, data in enumerate(smashed)))
         if self.feedback_at == "initial":
             server.local_updates(smashed, epochs)
+
+    def server_epochs(self, local_epochs: int) -> int:
+        """Return how often the server trains on the smashed data of a round."""
+        return local_epochs
 
     def _walk(self, server: ServerSide, smashed: Sequence[SmashedData]) -> Iterator[Feedback]:
         """Yield the feedback of each batch, and take the server's step with the gradients of the same pass."""

@@ -1,0 +1,57 @@
+"""CoeF-P: gradients of the server that trains, held by the curvature of Polyak's step. Ours, beyond the paper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..protocol.loss import OutputBlock
+from ..protocol.messages import Feedback, SmashedData
+from ..protocol.server_side import ServerSide, on_graph
+from .base import at_least, option
+from .reuse import FEEDBACK_AT, GradientReuse
+
+
+@dataclass
+class CoeFP(GradientReuse):
+    """g̃ = g₀ + κ δ with κ = ‖g₀‖² / 2L for each batch, L its loss at s₀. 2 transfers.
+
+    κ makes 0 the least value of the model L + ⟨g₀, δ⟩ + κ/2 ‖δ‖²: a loss cannot fall below it. So the client is drawn
+    towards Polyak's step δ = −(2L/‖g₀‖²) g₀ and not beyond. There is nothing to tune, for any model or batch size.
+    The server sends L beside g₀, one number for each batch.
+
+    g₀ comes from the pass in which the server trains on the batch (`feedback_at="walk"`). The pass that this saves
+    is spent on training: the server goes over the smashed data `server_passes` times in each local epoch.
+    """
+
+    name: ClassVar[str] = "coef_p"
+    title: ClassVar[str] = "CoeF-P"
+    table_position: ClassVar[int] = 10
+
+    feedback_at: str = option("walk", "server weights that the gradients are taken at", choices=FEEDBACK_AT)
+    server_passes: int = option(2, "passes of the server over the smashed data in a local epoch")
+
+    def __post_init__(self) -> None:
+        """Check the range of the passes."""
+        at_least("server_passes", self.server_passes, 1)
+
+    def server_epochs(self, local_epochs: int) -> int:
+        """Return `server_passes` for each local epoch."""
+        return self.server_passes * local_epochs
+
+    def feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
+        """Return g₀ and the loss of the batch (1,)."""
+        leaf = on_graph(smashed)
+        loss = server.forward(leaf, batch).loss
+        return Feedback(server.feedback_gradient(loss, leaf), scalars=loss.detach().float().reshape(1))
+
+    def compensate(self, feedback: Feedback, displacement: Tensor, outputs: Sequence[OutputBlock]) -> Tensor:
+        """Return g₀ + κ δ."""
+        assert feedback.scalars is not None
+        g, loss = feedback.gradient, feedback.scalars
+        curvature = torch.where(loss > 0, g.float().square().sum() / (2 * loss), 0.0)
+        return g + curvature.to(g.dtype) * displacement
