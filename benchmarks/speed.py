@@ -51,6 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ggn": {"rank": 2, "num_iterations": 2},
     "hutchinson": {"num_probes": 1},
     "fsl_sage": {"align_epochs": 2, "buffer_every": 1, "buffer_size": 4},
+    "ho_sfl": {"num_perturbations": 1},
 }
 # What is compared, and what stands in its place with --compile.
 NAMES = {"ours, s": "compiled, s", "bare, s": "plain, s", "bare/ours": "plain/compiled"}
@@ -258,7 +259,7 @@ class Bare:
     def reuse(self) -> None:
         self._reuse(self.input_gradient)
 
-    coef_d = reuse
+    coef_d = celu_vfl = cycle_sl = reuse
 
     def gas(self) -> None:
         self._reuse(self.input_gradient, generated=LABELS // BATCHES)  # one of each class, see `padded_class`
@@ -331,6 +332,16 @@ class Bare:
             (estimate - target).square().sum().backward()
             self.auxiliary_step.step()
         self.fsl_sage()
+
+    def ho_sfl(self) -> None:
+        with torch.no_grad():
+            exchanged = [self.below(batch) for batch in self.batches]
+        for hidden, batch in zip(exchanged, self.batches, strict=True):
+            self.input_gradient(hidden, batch)
+        self.train_all_above(exchanged)
+        with torch.no_grad():
+            for batch in self.batches * (2 * OPTIONS["ho_sfl"]["num_perturbations"]):
+                self.below(batch)
 
     def mu_splitfed(self) -> None:
         with torch.no_grad():

@@ -52,9 +52,13 @@ class ReusedFeedback(Method):
             for batch, message in enumerate(feedback):
                 client.smash(batch)
                 displacement = client.displacement(batch)
-                gradient = self.compensate(message, displacement, client.output_blocks(batch))
+                gradient = self.entering(client, batch, message, displacement)
                 _observe(client, message.gradient, gradient, displacement)
                 client.descend(gradient)
+
+    def entering(self, client: ClientSide, batch: int, feedback: Feedback, displacement: Tensor) -> Tensor:
+        """Return the gradient that enters the client half at the batch last smashed. Runs on the client."""
+        return self.compensate(feedback, displacement, client.output_blocks(batch))
 
     def compensate(self, feedback: Feedback, displacement: Tensor, outputs: Sequence[OutputBlock]) -> Tensor:
         """Return g̃ from the stale feedback and δ = s − s₀. Without compensation: g₀."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,15 @@ class Observations:
     def add(self, name: str, value: Tensor) -> None:
         """Note one value of a scalar."""
         self.values.setdefault(name, []).append(value.detach().float())
+
+    @contextmanager
+    def summed(self, name: str) -> Iterator[None]:
+        """Keep one value of what is noted under a name inside the context: its sum, which NaN and infinity survive."""
+        before = len(self.values.get(name, []))
+        yield
+        noted = self.values.get(name, [])
+        if len(noted) > before:
+            noted[before:] = [torch.stack(noted[before:]).sum()]
 
     def mean(self, name: str, default: float = 0.0) -> float:
         """Return the mean of what was noted, or `default` if nothing was."""

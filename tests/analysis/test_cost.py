@@ -36,6 +36,7 @@ PAPER = {
 }
 SLOW = ("ggn", "hutchinson")  # many passes of the server
 QUICK = [name for name in PAPER if name in METHODS and name not in ("fsl_sage", *SLOW)]
+BASELINES = ["celu_vfl", "cycle_sl", "ho_sfl"]  # which the paper does not have
 PLAN = Round(num_samples=1000, batch_size=32)
 FORWARD = 1.677  # f_s, GFLOPs
 CLIENT_FORWARD = 0.896  # f_c
@@ -152,7 +153,7 @@ def closed_form(name: str, N: int, B: int) -> tuple[int, int, int, int, int]:
     return transfers, up, down, labels, 4 * N if name == "coef_j" else 0
 
 
-@pytest.mark.parametrize("name", slow_except(*QUICK, of=[name for name in PAPER if name in METHODS]))
+@pytest.mark.parametrize("name", slow_except(*QUICK, *BASELINES, of=sorted(METHODS)))
 def test_bytes_have_a_closed_form(tiny: CostModel, name: str) -> None:
     cost = cost_methods(tiny, [name], 2, Round(num_samples=11, batch_size=4))[0]
     main_up, main_down = ({k: v for k, v in d.items() if k not in ("extras", "adapters")} for d in (cost.up, cost.down))
@@ -170,13 +171,31 @@ def test_made_up_products_count_as_computed_ones(tiny: CostModel) -> None:
 
 
 def test_a_round_that_was_not_measured_is_predicted(tiny: CostModel) -> None:
-    for name in ("vanilla", "coef_j", "acc_sfl", "mu_splitfed"):
+    for name in ("vanilla", "coef_j", "acc_sfl", "mu_splitfed", *BASELINES):
         counted = tiny.measure(make_method(name), 2, [4, 4, 3], local_epochs=2)
         (cost,) = cost_methods(tiny, [name], 2, Round(11, 4, local_epochs=2))
         assert (cost.client_flops, cost.server_flops) == (counted["client_flops"], counted["server_flops"])
         assert cost.transfers == counted["transfers"]
         assert cost.client_memory.get("activations", 0) == counted["memory.activations"]
         assert cost.client_memory.get("exchange", 0) == counted["memory.exchange"]
+
+
+def test_passes_of_the_baselines(tiny: CostModel) -> None:
+    """In units of one pass: f and b_in by MU-SplitFed and reuse, which are counted by hand elsewhere."""
+
+    def work(name: str, epochs: int = 1, **options: Any) -> tuple[int, int]:
+        counted = tiny.measure(make_method(name, options), 2, [3, 3], local_epochs=epochs)
+        return counted["client_flops"], counted["server_flops"]
+
+    reuse, forward = work("reuse"), work("mu_splitfed")[0] // 3
+    trained, answered = work("acc_sfl")[1], reuse[1] - work("acc_sfl")[1]  # f + b, f + b_in
+    assert work("cycle_sl") == work("celu_vfl") == reuse == work("cycle_sl", server_epochs=1)
+    assert work("cycle_sl", server_epochs=3)[1] == reuse[1] + 2 * trained
+    assert work("ho_sfl", num_perturbations=4) == ((1 + 2 * 4) * forward, reuse[1])
+    once, twice = work("celu_vfl")[1], work("celu_vfl", epochs=2)[1]
+    # The gradient at the cut of a batch that comes again is a backward pass of its own, in the same forward pass.
+    server_forward = work("mu_splitfed", server_passes=1)[1] // 4
+    assert twice - once == trained + answered - server_forward
 
 
 def test_attention_is_counted(tiny: CostModel) -> None:

@@ -59,7 +59,7 @@ def two_point(
     """Return d = (L₊ − L₋) / 2μ, the slope of the loss along u, and the mean of the two losses.
 
     L₊ is `ahead()` at θ + μu and L₋ is `behind()` at θ − μu. As μ → 0 and for one and the same
-    loss, d → ⟨∇L, u⟩, and d u is an unbiased estimate of ∇L.
+    loss, d → ⟨∇L, u⟩, and d u is an unbiased estimate of ∇L. Of activations instead of a loss, d → J u.
     """
     with direction.moved(scale):
         plus = ahead()
