@@ -1,4 +1,4 @@
-"""Pictures: a metric over rounds and over what crossed the cut, and the samples of each client and class."""
+"""Pictures: a metric over rounds, MiB and the server's work, and the samples of each client and class."""
 
 from __future__ import annotations
 
@@ -99,10 +99,11 @@ def plot_runs(
     metric: str = "accuracy",
     title: str | None = None,
     shares: bool = True,
+    server_gflops: Mapping[str, Sequence[float]] | None = None,
 ) -> Figure:
     """Draw the metric over rounds and over MiB, save it (PNG, PDF, ... by the ending of `path`) and return it.
 
-    The MiB axis is logarithmic if the runs' totals differ by a factor of five or more.
+    The axes of MiB and GFLOPs are logarithmic if the runs' totals differ by a factor of five or more.
 
     Args:
         runs: for each run's name its (round, cumulative MiB, metric), as `accuracy_curve` gives them.
@@ -110,36 +111,43 @@ def plot_runs(
         metric: the label of the vertical axis.
         title: a heading over both panels.
         shares: show metrics between 0 and 1 in percent; False if they are in percent already.
+        server_gflops: the cumulative GFLOPs of the server at the points of each run, for a third panel; it is drawn
+            if there are any, with the runs that have them.
     """
     if not runs or not all(runs.values()):
         empty = [name for name, points in runs.items() if not points]
         raise ValueError(f"There is nothing to draw for {', '.join(empty) or 'no runs'}.")
-    figure = new_figure(10, 4.4)
+    costs = {"MiB over the cut, both directions, all clients": {name: [p[1] for p in runs[name]] for name in runs}}
+    if server_gflops:
+        costs["GFLOPs of the server"] = {name: list(work) for name, work in server_gflops.items()}
+    figure = new_figure(5 * (1 + len(costs)), 4.4)
     from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
-    totals = [points[-1][1] for points in runs.values()]
-    logarithmic = 0 < min(totals) * _LOG_FROM <= max(totals)
-    over_rounds, over_mib = figure.subplots(1, 2, sharey=True)
+    over_rounds, *panels = figure.subplots(1, 1 + len(costs), sharey=True)
+    for axes, (label, spent) in zip(panels, costs.items(), strict=True):
+        totals = [values[-1] for values in spent.values()]
+        axes.set_xlabel(label)
+        if 0 < min(totals) * _LOG_FROM <= max(totals):
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     styles = zip(cycle(_COLOURS), cycle(_MARKERS), cycle(_DASHES), strict=False)
     for (name, points), (colour, marker, dash) in zip(runs.items(), styles, strict=False):
-        rounds, mib, values = zip(*points, strict=True)
+        rounds, _, values = zip(*points, strict=True)
         style = {
             "color": colour, "marker": marker, "linestyle": dash, "linewidth": 1.8, "markersize": 6,
             "markeredgecolor": "white", "markeredgewidth": 0.6, "alpha": 0.9,
         }  # fmt: skip
         over_rounds.plot(rounds, values, label=name, **style)
-        start = int(logarithmic and mib[0] <= 0)  # an evaluation before the first round has no place on that axis
-        over_mib.plot(mib[start:], values[start:], **style)
+        for axes, spent in zip(panels, costs.values(), strict=True):
+            if name in spent:  # an evaluation before the first round has no place on a logarithmic axis
+                start = int(axes.get_xscale() == "log" and spent[name][0] <= 0)
+                axes.plot(spent[name][start:], values[start:], **style)
     over_rounds.set_xlabel("round")
     over_rounds.xaxis.set_major_locator(MaxNLocator(integer=True))
     over_rounds.set_ylabel(metric)
     if shares and all(0 <= value <= 1 for points in runs.values() for _, _, value in points):
         over_rounds.yaxis.set_major_formatter(PercentFormatter(1.0))
-    over_mib.set_xlabel("MiB over the cut, both directions, all clients")
-    if logarithmic:
-        over_mib.set_xscale("log")
-        over_mib.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    for axes in (over_rounds, over_mib):
+    for axes in (over_rounds, *panels):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=min(len(runs), 5), frameon=False, handlelength=3.5)

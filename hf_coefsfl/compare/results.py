@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._io import to_json, write_atomically
 from ..tasks import TASKS
@@ -106,7 +106,7 @@ def run_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
         for run, summary in result.tried:
             row = setting | {key: run.options[key] for key in ("learning_rate", "seed")}
             row |= {"chosen": run.id in chosen, "run": run.id}
-            measured = {key: _number(summary.get(key)) for key in ("mib", "seconds")}
+            measured = {key: _number(summary.get(key)) for key in ("mib", "seconds", "server_gflops")}
             counted = {
                 key: summary.get(key) for key in ("transfers", "num_rounds", "client_parameters", "server_parameters")
             }
@@ -115,15 +115,38 @@ def run_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
     return rows
 
 
-def mean_curve(result: Result, score: str) -> list[tuple[int, float, float]]:
-    """Return (round, MiB, score) for each evaluated round: means over the seeds that evaluated it."""
-    points: dict[int, list[tuple[float, float]]] = {}
+class CurvePoint(NamedTuple):
+    """An evaluated round: means over the seeds that evaluated it. MiB and GFLOPs are of all rounds until then."""
+
+    round: int
+    mib: float
+    score: float
+    server_gflops: float | None  # None if a seed did not count them
+
+
+def mean_curve(result: Result, score: str) -> list[CurvePoint]:
+    """Return the points of a score over the rounds."""
+    points: dict[int, list[Mapping[str, Any]]] = {}
     for _, summary in result.runs:
         for point in summary.get("curve") or ():
             value = point["scores"].get(score)
             if value is not None and math.isfinite(value):
-                points.setdefault(int(point["round"]), []).append((float(point["mib"]), float(value)))
-    return [(step, mean(m for m, _ in seeds), mean(v for _, v in seeds)) for step, seeds in sorted(points.items())]
+                points.setdefault(int(point["round"]), []).append(point)
+    return [
+        CurvePoint(
+            step,
+            mean(float(point["mib"]) for point in seeds),
+            mean(float(point["scores"][score]) for point in seeds),
+            mean_or_none([point.get("server_gflops") for point in seeds]),
+        )
+        for step, seeds in sorted(points.items())
+    ]
+
+
+def mean_or_none(values: Sequence[float | None]) -> float | None:
+    """Return the mean, or None if there are no values or one is missing."""
+    known = [value for value in values if value is not None]
+    return mean(known) if known and len(known) == len(values) else None
 
 
 def staleness(result: Result) -> list[dict[str, float]]:

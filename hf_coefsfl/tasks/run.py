@@ -25,7 +25,7 @@ from ..trainer.checkpoints import fault
 from ..trainer.hub import UploadError
 from ..trainer.model_card import CardArguments, public_name
 from ..trainer.output_folder import SUMMARY_NAME, RunRefused, check_free, check_writable
-from ..trainer.results import evaluated_rounds, evaluations, final_results
+from ..trainer.results import evaluated_rounds, evaluations, final_results, server_gflops
 from ..trainer.resuming import LAST
 from ..trainer.trainer import SplitFedTrainer
 from ..trainer.weights import Weights
@@ -226,6 +226,7 @@ def summarize(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str
         "id2label": weights.classes,
         "mib": trainer.ledger.mib,
         "transfers": trainer.ledger.total.transfers,
+        "server_gflops": server_gflops(history, trainer.state.global_step),  # None without count_flops
         # Of both sides in all rounds, also those before an interruption.
         "seconds": sum(entry.get(f"{side}_seconds", 0.0) for entry in history for side in ("client", "server")),
         "client_parameters": sum(p.numel() for p in trainer.client_parameters.values()),
@@ -235,13 +236,17 @@ def summarize(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str
 
 
 def _curve(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str]) -> list[dict[str, Any]]:
-    """Return the scores of each evaluated round, with the MiB that had crossed the cut by then."""
+    """Return the scores of each evaluated round, with the MiB and the work of the server until then."""
     history = trainer.state.log_history
     # After training comes an evaluation of the last round, or of the best one, which is a round's already.
     rounds = evaluated_rounds(history) if trainer.args.load_best_model_at_end else evaluations(history)
     traffic = [entry for entry in history if "bytes_up" in entry]
     points = accuracy_curve([*traffic, *({"step": step, "eval_": 0.0} for step in rounds)], "eval_")
-    return [{"round": step, "mib": mib, "scores": job.scores(rounds[step], evaluated)} for step, mib, _ in points]
+    return [
+        {"round": step, "mib": mib, "scores": job.scores(rounds[step], evaluated)}
+        | ({} if (work := server_gflops(history, step)) is None else {"server_gflops": work})
+        for step, mib, _ in points
+    ]
 
 
 def _versions() -> dict[str, str]:

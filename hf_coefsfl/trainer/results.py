@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
 
 # Entries of an evaluation's log that describe the machine, not the model.
 _TIMES = re.compile(r"eval_(.*_)?(runtime|samples_per_second|steps_per_second|model_preparation_time)")
+_WORK = "server_gflops_per_round"
 
 Results = dict[str, float]
 
@@ -48,6 +50,16 @@ def final_results(trainer: SplitFedTrainer) -> Results:
         return rounds[best]
     rounds = after or rounds
     return rounds[max(rounds)] if rounds else {}
+
+
+def server_gflops(history: Sequence[Mapping[str, Any]], last_round: int) -> float | None:
+    """Return the GFLOPs of the server in all rounds up to this one, or None if `count_flops` did not count them.
+
+    A log has the mean of the rounds since the last one.
+    """
+    counted = {int(entry["step"]): float(entry[_WORK]) for entry in history if _WORK in entry}
+    pairs = pairwise([0, *sorted(counted)])
+    return sum((step - before) * counted[step] for before, step in pairs if step <= last_round) if counted else None
 
 
 def main_metric(rounds: Mapping[int, Results]) -> str:

@@ -289,7 +289,8 @@ class SplitFedTrainer(ResumingTrainer, EvaluatingTrainer, SharingTrainer):
         self.ledger.add(round_index, {self.clients.name(client): report for client, report in reports.items()})
         summary = summarize(reports)
         probed = self.probe.of_round(round_index)
-        counted = self.flops.summary(sum(report.num_samples for report in reports.values()))
+        trained = [report for report in reports.values() if report.meter.transfers]  # the others gave nothing
+        counted = self.flops.summary(sum(report.num_samples for report in trained))
         self._reports.append(summary | (summarize_probe(probed) if probed else {}) | counted)
         if self.args.should_save:
             folder = Path(self.args.output_dir or "")

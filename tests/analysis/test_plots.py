@@ -78,6 +78,17 @@ def test_plot_uses_a_logarithmic_axis_where_totals_lie_far_apart(tmp_path, figur
     assert [list(line.get_xdata()) for line in over_rounds.lines] == [[0, 1], [0, 1]]
 
 
+def test_plot_shows_the_servers_work_where_it_is_known(tmp_path, figures):
+    curve = [(0, 0.0, 0.1), (2, 2.0, 0.5)]
+    work = {"vanilla": [0.0, 70.0], "reuse": [0.0, 9.0]}
+    plot_runs({"reuse": curve, "old": curve, "vanilla": curve}, tmp_path / "runs.png", server_gflops=work)
+    over_rounds, over_mib, over_work = figures[0].axes
+    assert [list(line.get_xdata()) for line in over_work.lines] == [[9.0], [70.0]] and len(over_mib.lines) == 3
+    assert [line.get_color() for line in over_work.lines] == [over_rounds.lines[i].get_color() for i in (0, 2)]
+    assert [axes.get_xscale() for axes in figures[0].axes] == ["linear", "linear", "log"]
+    assert over_work.get_xlabel() == "GFLOPs of the server"
+
+
 def test_plot_refuses_a_run_without_points(tmp_path):
     with pytest.raises(ValueError, match="coef_d"):
         plot_runs({"vanilla": [(1, 1.0, 0.5)], "coef_d": []}, tmp_path / "runs.png")

@@ -147,6 +147,17 @@ def test_counting_operations_leaves_no_trace(tmp_path: Path, method: str) -> Non
         assert entry["server_gflops_per_round"] == pytest.approx(entry["server_gflops"] * 36)
 
 
+def test_clients_that_dropped_out_computed_nothing(tmp_path: Path) -> None:
+    dropping = {"client_dropout_rate": 0.5, "on_client_failure": "skip", "max_lost_rounds": 9}
+    run = trainer(tmp_path, method="reuse", num_rounds=6, count_flops=True, **dropping)
+    run.train()
+    left = run.ledger.clients_left(dropped=False)
+    logs = [entry for entry in rounds(run) if "server_gflops" in entry]
+    samples = [entry["server_gflops_per_round"] / entry["server_gflops"] for entry in logs]
+    expected = [12 * left[entry["step"]] for entry in logs]
+    assert samples == pytest.approx(expected) and {12, 24} & set(expected)  # in some rounds a part dropped out
+
+
 def test_counted_operations_are_those_of_the_cost_command(tmp_path: Path) -> None:
     """The same model, one batch a client: what training counts is what `coefsfl cost` foretells."""
     run = trainer(tmp_path, tiny_vit(dropout=0.0), method="coef_j", warmup_rounds=0, num_rounds=1, count_flops=True)

@@ -137,6 +137,38 @@ def test_a_table_of_one_task_tells_what_crossed_and_how_long_that_takes() -> Non
     compile_latex(latex(table))
 
 
+def test_the_servers_work_is_shown_if_it_was_counted(tmp_path: Path) -> None:
+    """Over two seeds, beside a method whose second seed did not count."""
+    spec = parse_spec(content(learning_rates=[0.1], seeds=[0, 1]), "t")
+    cells = expand(spec)
+
+    def counted(work: float | None) -> dict[str, Any]:
+        found = summary(80.0) | {"server_gflops": work}
+        found["curve"] = [{"round": r, "mib": float(r), "scores": {"accuracy": 10.0 * r}} for r in (1, 2)]
+        for point in found["curve"]:
+            point |= {} if work is None else {"server_gflops": work * point["round"] / 2}
+        return found
+
+    work = iter((8.0, 9.0, 5.0, None))
+    finished = {run.id: counted(next(work)) for cell in cells for run in cell.runs.values()}
+    text = write_report(spec, cells, tmp_path, finished, link=Network(8e6, 0.5))
+    lines = text.splitlines()
+    assert lines[2] == "| Model | Method | accuracy | MiB | transfers | seconds | server GFLOPs |"
+    assert [line.rpartition("|")[0].rpartition("|")[2].strip() for line in lines[4:6]] == ["8.5", ""]
+    assert "server GFLOPs: of a whole run" in text
+    page = (tmp_path / "report.html").read_text()
+    (chart,) = json.loads(re.findall(r'id="data">(.*?)</script>', page)[0])["charts"]
+    assert list(chart["lines"].values()) == [
+        [[1, 1.0, 10.0, 4.25], [2, 2.0, 20.0, 8.5]],
+        [[1, 1.0, 10.0, None], [2, 2.0, 20.0, None]],
+    ]
+    assert "> GFLOPs of the server</label>" in page and page.count('<td class=number data-value="8.0">8.0</td>') == 1
+    rows = parquet.read_table(tmp_path / "results.parquet").to_pylist()
+    assert [row["server_gflops"] for row in rows] == [8.0, 9.0, 5.0, None]
+    write_report(spec, cells, tmp_path, {run: summary(80.0) for run in finished}, link=Network(8e6, 0.5), plots=False)
+    assert "GFLOPs of the server</label>" not in (tmp_path / "report.html").read_text()
+
+
 def test_cuts_and_splits_become_columns() -> None:
     spec = load_spec(ROOT / "recipes/paper/hessian.yaml")
     (table,) = make_tables(gather(spec, expand(spec), {}))
@@ -172,7 +204,7 @@ def test_the_report(tmp_path: Path) -> None:
     assert not re.search(r"(src|href)\s*=|@import|url\(|https?://(?!www\.w3\.org/2000/svg)", page)
     data = json.loads(re.findall(r'id="data">(.*?)</script>', page)[0], parse_constant=pytest.fail)
     assert [(chart["y"], next(iter(chart["lines"].values()))) for chart in data["charts"]] == [
-        ("accuracy", [[2, 3.0, 51.0]]),
+        ("accuracy", [[2, 3.0, 51.0, None]]),
         ("cosine with vanilla's gradient", [[2, None, 0.6]]),
         ("error relative to vanilla's gradient", [[2, None, 0.4]]),
     ]

@@ -79,6 +79,7 @@ def test_run_leaves_all_files(posts: dict[str, str], capsys: pytest.CaptureFixtu
     assert summary["method"] == "coef_j" and summary["cut"] == 1 and summary["num_blocks"] == 3
     assert [point["round"] for point in summary["curve"]] == [2, 3]  # the last round is always evaluated
     assert summary["curve"][-1]["scores"] == summary["scores"]
+    assert summary["server_gflops"] is None and "server_gflops" not in summary["curve"][-1]  # not counted
     ledger = json.loads((out / "communication.json").read_text())
     assert summary["transfers"] == ledger["total"]["transfers"] > 0
     assert summary["dataset"] == "data" and summary["model"] == "model"  # names, not where they lie
@@ -87,6 +88,19 @@ def test_run_leaves_all_files(posts: dict[str, str], capsys: pytest.CaptureFixtu
     assert summary["weights"] == {"round": 3, "best": False, "mib": summary["mib"]}
     assert summary["base"] == {"name_or_path": posts["model_name_or_path"], "dtype": "float32"}
     assert f"accuracy {summary['scores']['accuracy']:.1f}" in capsys.readouterr().out
+
+
+def test_the_summary_tells_the_servers_work(posts: dict[str, str]) -> None:
+    counted = {"count_flops": "true", "logging_steps": "2", "num_rounds": "4", "warmup_rounds": "2", "method": "coef_j"}
+    run("newsgroups", argv=small(posts | counted | {"eval_on_start": "true"}))
+    out = Path(posts["output_dir"])
+    summary = json.loads((out / "summary.json").read_text())
+    logs = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    warm_up, later = (entry["server_gflops_per_round"] for entry in logs if "server_gflops_per_round" in entry)
+    assert 0 < later != warm_up > 0  # each a mean of two rounds
+    points = {point["round"]: point["server_gflops"] for point in summary["curve"]}
+    assert points == pytest.approx({0: 0.0, 2: 2 * warm_up, 4: 2 * warm_up + 2 * later})
+    assert summary["server_gflops"] == points[4]
 
 
 def test_the_rows_to_train_on_may_be_evaluated(posts: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from ..results import Result, mean_curve, staleness
 from ..runner import Failure
 from ..spec import Spec
 from .plots import PROBED, by_place, place_name
-from .tables import make_tables
+from .tables import make_tables, was_counted
 
 
 def make_html(
@@ -35,6 +35,7 @@ def make_html(
         state=f"{len(finished)} of {planned} runs finished, {datetime.now().astimezone():%d %B %Y, %H:%M %Z}",
         failures=failures,
         tables=make_tables(results, link),
+        counted=was_counted(results),
         any_runs=any(result.runs for result in results),
         settings=_settings(results),
         run_labels=labels,

@@ -1,4 +1,4 @@
-"""Plots of a comparison: scores over rounds and over MiB, and the staleness of the gradients."""
+"""Plots of a comparison: scores over rounds, MiB and the server's work, and the staleness of the gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...analysis.plots import plot_lines, plot_runs
-from ..results import Result, mean_curve, staleness
+from ..results import CurvePoint, Result, mean_curve, staleness
 
 PROBED = {
     "probe_used_cosine": "cosine with vanilla's gradient",
@@ -42,7 +42,14 @@ def write_plots(results: Sequence[Result], folder: Path) -> list[Path]:
                 suffix = "" if score == "accuracy" else f"-{score.lower()}"
                 path = folder / f"{name}{suffix}.png"
                 label = score if score == "perplexity" else f"{score} (%)"
-                plot_runs(curves, path, metric=label, title=place_name(place), shares=False)
+                plot_runs(
+                    {name: [point[:3] for point in curve] for name, curve in curves.items()},
+                    path,
+                    metric=label,
+                    title=place_name(place),
+                    shares=False,
+                    server_gflops=_work(curves),
+                )
                 written.append(path)
         probed = {r.cell.variant.name: points for r in found if (points := staleness(r))}
         if probed:
@@ -51,6 +58,12 @@ def write_plots(results: Sequence[Result], folder: Path) -> list[Path]:
             plot_lines(_panels(probed), path, title=f"Staleness: {place_name(place)}")
             written.append(path)
     return written
+
+
+def _work(curves: Mapping[str, Sequence[CurvePoint]]) -> dict[str, list[float]]:
+    """Return the server's GFLOPs at the points of each curve, without curves that lack some."""
+    work = {name: [p.server_gflops for p in curve if p.server_gflops is not None] for name, curve in curves.items()}
+    return {name: found for name, found in work.items() if len(found) == len(curves[name])}
 
 
 def _panels(

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from statistics import mean
 from typing import NamedTuple
 
 from ...analysis.tables import MIB
@@ -14,9 +13,10 @@ from ...analysis.timing import Network
 from ...federation.sampling import num_sampled
 from ...methods import METHODS
 from ..grid import Summary
-from ..results import Result, Score
+from ..results import Result, Score, mean_or_none
 
 BEST, SECOND = "best", "second"
+WORK = "server GFLOPs"  # the heading of their column
 
 
 class Column(NamedTuple):
@@ -85,6 +85,8 @@ class Table:
             yield "*: not all runs have finished."
         if any(cell.refused for cell in cells):
             yield "--: the method is not applicable to the task."
+        if any(column.score == WORK for column in self.columns):
+            yield f"{WORK}: of a whole run, counted on one client a round and scaled to the samples of all."
         if self.link is not None:
             yield (
                 f"MiB and transfers of all clients. Seconds: what the transfers of a run take over {self.link}, the "
@@ -117,21 +119,22 @@ def make_tables(results: Sequence[Result], link: Network | None = None) -> list[
 
 
 def _with_traffic(table: Table, results: Sequence[Result], link: Network) -> Table:
-    """Return the table with columns for MiB, transfers and seconds: means over the seeds."""
+    """Return the table with MiB, transfers, seconds and, if it was counted, the server's work: means over the seeds."""
     known = {(r.cell.spec.model, r.cell.variant.name): r for r in results}
-    names = "MiB", "transfers", "seconds"
+    names = ["MiB", "transfers", "seconds"] + [WORK] * was_counted(results)
     rows = []
     for row in table.rows:
         result = known[row.model, row.name]
         values = [_traffic(summary, link) for _, summary in result.runs]
+        means = [mean_or_none([run[i] for run in values]) for i in range(len(names))]
         cells = [
             TableCell(
-                Score(name, (mean(run[i] for run in values),) if values else (), None),
+                Score(name, () if value is None else (value,), None),
                 complete=result.complete,
                 refused=result.cell.refused,
                 decimals=0 if name == "transfers" else 1,
             )
-            for i, name in enumerate(names)
+            for name, value in zip(names, means, strict=True)
         ]
         rows.append(replace(row, cells=(*row.cells, *cells)))
     columns, caption = list(table.columns), table.caption
@@ -142,11 +145,16 @@ def _with_traffic(table: Table, results: Sequence[Result], link: Network) -> Tab
     return Table(caption, tuple(columns), tuple(rows), link)
 
 
-def _traffic(summary: Summary, link: Network) -> tuple[float, float, float]:
-    """Return the MiB and transfers of a run, and the seconds of the clients that a round samples, side by side."""
+def was_counted(results: Sequence[Result]) -> bool:
+    """Return whether a finished run counted the server's operations."""
+    return any(summary.get("server_gflops") is not None for result in results for _, summary in result.tried)
+
+
+def _traffic(summary: Summary, link: Network) -> tuple[float, float, float, float | None]:
+    """Return the MiB and transfers of a run, the seconds of a round's clients side by side, and the server's GFLOPs."""
     mib, transfers = float(summary["mib"]), float(summary["transfers"])
     clients = num_sampled(summary.get("num_clients", 1), summary.get("participation", 1.0))
-    return mib, transfers, link.seconds(mib * MIB / clients, transfers / clients)
+    return mib, transfers, link.seconds(mib * MIB / clients, transfers / clients), summary.get("server_gflops")
 
 
 def _table(
