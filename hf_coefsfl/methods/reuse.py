@@ -97,7 +97,7 @@ class GradientReuse(AnsweringServer, ReusedFeedback):
         if self.feedback_at == "walk":
             with server.training_on_feedback():
                 client.update(client.stage(self._walk(server, smashed)))
-            server.local_updates(smashed, epochs - 1)
+            server.train_again(smashed, epochs - 1)
         else:
             client.update(client.stage(self.feedback(server, data, batch) for batch, data in enumerate(smashed)))
         if self.feedback_at == "initial":

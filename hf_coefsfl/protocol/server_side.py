@@ -69,6 +69,15 @@ class ServerSide(Side):
             for batch, data in enumerate(smashed):
                 self.train_step(data, batch)
 
+    def train_again(self, smashed: Sequence[SmashedData], epochs: int) -> None:
+        """Do `local_updates` without ∇ₛL, which nobody needs: the backward pass ends before the cut."""
+        for _ in range(epochs):
+            for batch, data in enumerate(smashed):
+                loss = self.forward(data, batch).loss
+                self.observed.add("loss", loss)
+                self.backward(loss)
+                self.step()
+
 
 def on_graph(smashed: SmashedData) -> SmashedData:
     """Return `smashed` with its activations as a leaf that collects a gradient."""
