@@ -18,6 +18,7 @@ import pytest
 import yaml
 from datasets import ClassLabel, Dataset, Features, Image
 from PIL import Image as Picture
+from pyarrow import parquet
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from hf_coefsfl.cli import main
@@ -262,11 +263,13 @@ def test_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for split in ("train", "test"):
         rows.to_parquet(tmp_path / "data" / f"{split}.parquet")
     settings = {"num_clients": 2, "participation": 0.5, "num_rounds": 2, "warmup_rounds": 0, "staleness_probe": 1}
+    settings |= {"count_flops": True}
     settings |= {"per_device_train_batch_size": 4, "eval_strategy": "steps", "eval_steps": 1, "use_cpu": True}
     task = {"task": "cifar100", "model_name_or_path": str(tmp_path / "model"), "dataset_name": str(tmp_path / "data")}
     spec = content(settings=settings, tasks=[task | {"cut": 2}], methods=["coef_j"], learning_rates=[0.01], seeds=[0])
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
-    assert main(["compare", str(tmp_path / "spec.yaml"), "--output_dir", str(tmp_path / "out")]) == 0
+    command = ["compare", str(tmp_path / "spec.yaml"), "--archive", str(tmp_path / "runs.parquet"), "--output_dir"]
+    assert main([*command, str(tmp_path / "out")]) == 0
     (setting,) = json.loads((tmp_path / "out/results.json").read_text())["settings"]
     assert setting["model"] == "model" and setting["complete"]
     accuracy = setting["scores"]["accuracy"]["mean"]
@@ -274,3 +277,10 @@ def test_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"| model | CoeF-J | {accuracy:.1f} |" in capsys.readouterr().out
     data = re.findall(r'id="data">(.*?)</script>', (tmp_path / "out/report.html").read_text())[0]
     assert [[point[0] for point in chart["lines"]["CoeF-J"]] for chart in json.loads(data)["charts"]] == 3 * [[1, 2]]
+    first, last = json.loads(data)["charts"][0]["lines"]["CoeF-J"]
+    assert 0 < first[3] < last[3]  # the server's work until then
+    assert main([*command, str(tmp_path / "again"), "--report_only"]) == 0
+    again = re.findall(r'id="data">(.*?)</script>', (tmp_path / "again/report.html").read_text())[0]
+    assert json.loads(again) == json.loads(data)  # the archive alone gives the same curves
+    kept = parquet.read_table(tmp_path / "runs.parquet").to_pylist()[0]
+    assert str(tmp_path) not in kept["options"] + kept["summary"]
