@@ -4,13 +4,14 @@
 
 A tiny vision transformer is first pretrained for a few seconds on public images of the digits 0 to 4. Then 20 clients
 and a server fine-tune it on private images of all ten digits. Each client holds its images and the first of the three
-blocks (the paper's share: 4 of 12). The server holds the other blocks and the head. Four methods start from the same
+blocks (the paper's share: 4 of 12). The server holds the other blocks and the head. Five methods start from the same
 weights and see the same clients and batches:
 
     vanilla   asks the server for a fresh gradient at every batch: many transfers
     reuse     asks once per round and reuses that gradient, which grows stale with every local update
     coef_d    reuses it too and corrects its staleness with the squared gradient, at no extra traffic
     coef_j    corrects it with one more vector per sample, which the server sends along
+    coef_p    takes it from the server while that trains, and holds the activations by the loss (ours)
 """
 
 import argparse
@@ -32,7 +33,7 @@ BATCH_SIZE = 4  # small batches mean many local updates per round, which is what
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    default = ["vanilla", "reuse", "coef_d", "coef_j"]
+    default = ["vanilla", "reuse", "coef_d", "coef_j", "coef_p"]
     add(
         "--output_dir",
         type=Path,

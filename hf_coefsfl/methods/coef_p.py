@@ -39,6 +39,13 @@ class CoeFP(GradientReuse):
         """Check the range of the passes."""
         at_least("server_passes", self.server_passes, 1)
 
+    @property
+    def full_title(self) -> str:
+        """The title, with what is not the usual choice."""
+        usual = type(self).server_passes  # the default of the field
+        passes = "" if self.server_passes == usual else f", {self.server_passes} pass{'es' * (self.server_passes > 1)}"
+        return super().full_title + passes
+
     def server_epochs(self, local_epochs: int) -> int:
         """Return `server_passes` for each local epoch."""
         return self.server_passes * local_epochs

@@ -119,5 +119,7 @@ def test_the_server_trains_as_if_it_had_more_epochs() -> None:
 def test_titles_and_refusals() -> None:
     assert make_method("coef_p").full_title == "CoeF-P"
     assert make_method("coef_p", {"feedback_at": "initial"}).full_title == "CoeF-P, initial"
+    assert make_method("coef_p", {"server_passes": 1}).full_title == "CoeF-P, 1 pass"
+    assert make_method("coef_p", {"feedback_at": "final", "server_passes": 3}).full_title == "CoeF-P, final, 3 passes"
     with pytest.raises(ValueError, match=r"server_passes=0 must be a whole number of at least 1"):
         make_method("coef_p", {"server_passes": 0})
