@@ -52,10 +52,11 @@ class SplitFedConfig(TrainingArguments):
     r"""Arguments of [`SplitFedTrainer`]: those of the federation, and every argument of `TrainingArguments`.
 
     A Trainer step is one communication round, so `logging_steps`, `eval_steps` and `save_steps` count rounds, and
-    `max_steps` is `num_rounds`. The defaults are those of the paper. These differ from `TrainingArguments`:
-    `per_device_train_batch_size` 32, `learning_rate` 5e-4 (of the local updates), `lr_scheduler_type` "constant",
-    `max_grad_norm` 0 (no clipping), `logging_steps` 1, `save_steps` 10, `report_to` "none". `weight_decay` (0) applies
-    to all trained parameters of both sides; `data_seed`, if given, governs the partition and the batches.
+    `max_steps` is `num_rounds`. The defaults are those of the paper, but for the method, which is our own. These differ
+    from `TrainingArguments`: `per_device_train_batch_size` 32, `learning_rate` 5e-4 (of the local updates),
+    `lr_scheduler_type` "constant", `max_grad_norm` 0 (no clipping), `logging_steps` 1, `save_steps` 10, `report_to`
+    "none". `weight_decay` (0) applies to all trained parameters of both sides; `data_seed`, if given, governs the
+    partition and the batches.
 
     `push_to_hub=True` uploads the same files at every save (`hub_strategy` "every_save") or when `save_model` or
     `push_to_hub` is called ("end"): weights, both halves, model card, `communication.json` and `training_args.json`,
@@ -67,7 +68,7 @@ class SplitFedConfig(TrainingArguments):
     # --- Method ---
     method: str = field(default=DEFAULT_METHOD, metadata={"help": "Training method; `METHODS` lists them."})
     method_kwargs: dict | str | None = field(
-        default=None, metadata={"help": 'Options of the method, e.g. {"num_projections": 1}.'}
+        default=None, metadata={"help": 'Options of the method, e.g. {"server_passes": 1}.'}
     )
     warmup_rounds: int = field(
         default=3, metadata={"help": f"First rounds, which run {METHODS[WARM_UP_METHOD].title} whatever the method."}

@@ -41,7 +41,7 @@ COLUMNS = {
 RUN_COLUMNS = {"method": "", "cut": ""} | dict.fromkeys(
     ("process_memory_mib", "client_alone_mib", "server_alone_mib", "disk_mib", "disk_peak_mib"), ",.1f"
 )
-_EXAMPLE = f"""'{{"{DEFAULT_METHOD}": {{"num_projections": 4}}}}'"""
+_EXAMPLE = f"""'{{"{DEFAULT_METHOD}": {{"server_passes": 1}}}}'"""
 RUN_OPTIONS = ("clients_per_round", "num_clients", "save_steps", "save_total_limit")
 
 
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods",
         nargs="+",
         metavar="METHOD",
-        help=f"names, with options as in {DEFAULT_METHOD}:feedback_at=walk (default: all that can train the model)",
+        help="names, with options as in coef_d:feedback_at=walk (default: all that can train the model)",
     )
     add("--method-kwargs", metavar="JSON", help=f"options by method, e.g. {_EXAMPLE}")
     add("--exchange-dtype", choices=EXCHANGE_DTYPES, default="float32", help="of what crosses (default: %(default)s)")

@@ -168,7 +168,7 @@ def test_one_word_in_a_file_is_a_list_of_one(tmp_path: Path) -> None:
     path.write_text("eval_split: test\ncolumns: text=body\noutput_dir:\n")
     _, arguments, config = parse_options(TASKS["newsgroups"], argv=[str(path)])
     assert arguments.eval_split == ["test"] and arguments.columns == ["text=body"]
-    assert config.output_dir == "outputs/newsgroups-coef_j"  # an empty value is none
+    assert config.output_dir == "outputs/newsgroups-coef_p"  # an empty value is none
 
 
 def test_best_model_is_no_round_of_the_curve(posts: dict[str, str]) -> None:
