@@ -150,7 +150,7 @@ def closed_form(name: str, N: int, B: int) -> tuple[int, int, int, int, int]:
     transfers = {"vanilla": 2 * B, "oracle": 2 * B + 1, "acc_sfl": 1, "fsl_sage": 1}.get(name, 2)
     down = {"acc_sfl": 0, "fsl_sage": 0, "mu_splitfed": 4 * B}.get(name, down)
     labels = 8 * N * (2 if name == "oracle" else 1)
-    return transfers, up, down, labels, 4 * N if name == "coef_j" else 0
+    return transfers, up, down, labels, {"coef_j": 4 * N, "coef_p": 4 * B}.get(name, 0)
 
 
 @pytest.mark.parametrize("name", slow_except(*QUICK, *BASELINES, of=sorted(METHODS)))
