@@ -260,7 +260,7 @@ def main() -> None:
                     file.write(json.dumps([key, done[key]]) + "\n")
     table = []
     for name in rows:
-        values = [done[name, seed, *setting] for seed in arguments.seeds]
+        values = [done[(name, seed, *setting)] for seed in arguments.seeds]
         seeds = {f"seed {seed}": f"{value:.1f}" for seed, value in zip(arguments.seeds, values, strict=True)}
         table.append({"": name, "mean": f"{statistics.mean(values):.1f}", **seeds})
     print(format_table(table, markdown=True))
