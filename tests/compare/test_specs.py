@@ -190,7 +190,9 @@ def test_every_table_of_the_paper_has_a_recipe() -> None:
     assert sorted(tables) == sorted(paper_tables())
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/compare/*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("recipes/[cs]*/*.yaml")), ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
 def test_the_small_recipes_are_allowed(path: Path) -> None:
     assert total(expand(load_spec(path))) > 0
 
