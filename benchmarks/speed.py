@@ -261,6 +261,9 @@ class Bare:
 
     coef_d = celu_vfl = cycle_sl = reuse
 
+    def coef_p(self) -> None:
+        self._reuse(self.train_above)  # the server's second pass is the one of all methods that reuse a gradient
+
     def gas(self) -> None:
         self._reuse(self.input_gradient, generated=LABELS // BATCHES)  # one of each class, see `padded_class`
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ._suggest import did_you_mean
 
-_FOLDERS = ("compare", "paper")
+_FOLDERS = ("compare", "paper", "study")
 
 
 def recipes_folder() -> Path:

@@ -241,13 +241,12 @@ class CountedServer(ServerSide):
     train_flops = 0
     train_placeholder_flops = 0
 
-    def train_step(self, smashed: SmashedData, batch: int) -> Tensor:
+    def _train(self, smashed: SmashedData, batch: int) -> None:
         """Count a training step."""
         flops, placeholder_flops = self.counter.flops["server"], self.counter.placeholder_flops["server"]
-        gradient = super().train_step(smashed, batch)
+        super()._train(smashed, batch)
         self.train_flops += self.counter.flops["server"] - flops
         self.train_placeholder_flops += self.counter.placeholder_flops["server"] - placeholder_flops
-        return gradient
 
 
 def nbytes(t: Tensor) -> int:

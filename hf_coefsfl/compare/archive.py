@@ -85,7 +85,7 @@ class Archive:
             try:
                 table = parquet.read_table(pyarrow.BufferReader(self.path.read_bytes()))
             except pyarrow.ArrowException as error:
-                raise ValueError("it is no Parquet file, or a damaged one") from error
+                raise ValueError("it is not a Parquet file, or a damaged one") from error
             if table.column_names != list(_COLUMNS):
                 raise ValueError(f"its columns are {', '.join(table.column_names)}, not {', '.join(_COLUMNS)}")
             rows = zip(*(column.to_pylist() for column in table.columns), strict=True)

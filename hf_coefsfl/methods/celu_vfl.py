@@ -43,9 +43,12 @@ class CELUVFL(GradientReuse):
         """Refuse angles under which a sample would be ascended."""
         if self.max_angle is not None and not 0 < self.max_angle <= 90:
             raise ValueError(
-                f"max_angle (ξ) must be above 0 and at most 90 degrees or None, got {self.max_angle}. The paper takes "
-                "60. None makes CELU-VFL gradient reuse."
+                f"max_angle (ξ) must be above 0 and at most 90 degrees or None, got {self.max_angle}. The authors' "
+                "code has 60. None makes CELU-VFL gradient reuse."
             )
+
+    def probed_factor(self, batch_size: int) -> None:
+        """Return None: w g₀ is not the gradient of a surrogate."""
 
     def check_loss(self, loss_spec: LossSpec) -> None:
         """Refuse a loss of which the part of a sample is not known."""

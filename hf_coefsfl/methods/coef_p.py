@@ -21,8 +21,8 @@ class CoeFP(GradientReuse):
     """g̃ = g₀ + κ δ with κ = ‖g₀‖² / 2L for each batch, L its loss at s₀. 2 transfers.
 
     κ makes 0 the least value of the model L + ⟨g₀, δ⟩ + κ/2 ‖δ‖²: a loss cannot fall below it. So the client is drawn
-    towards Polyak's step δ = −(2L/‖g₀‖²) g₀ and not beyond. There is nothing to tune, for any model or batch size.
-    The server sends L beside g₀, one number for each batch.
+    towards δ = −(2L/‖g₀‖²) g₀, twice Polyak's step, and not beyond. There is nothing to tune, for any model or batch
+    size. The server sends L beside g₀, one number for each batch.
 
     g₀ comes from the pass in which the server trains on the batch (`feedback_at="walk"`). The pass that this saves
     is spent on training: the server goes over the smashed data `server_passes` times in each local epoch.
@@ -58,7 +58,9 @@ class CoeFP(GradientReuse):
 
     def compensate(self, feedback: Feedback, displacement: Tensor, outputs: Sequence[OutputBlock]) -> Tensor:
         """Return g₀ + κ δ."""
-        assert feedback.scalars is not None
-        g, loss = feedback.gradient, feedback.scalars
+        if feedback.scalars is None or feedback.scalars.numel() != 1:
+            raise ValueError("CoeF-P expected the loss of the batch beside its gradient, one number.")
+        g, loss = feedback.gradient, feedback.scalars.reshape(())
         curvature = torch.where(loss > 0, g.float().square().sum() / (2 * loss), 0.0)
+        curvature = curvature.nan_to_num(0.0, posinf=0.0)  # of a loss that is next to nothing
         return g + curvature.to(g.dtype) * displacement

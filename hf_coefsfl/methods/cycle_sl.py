@@ -93,7 +93,7 @@ def _gathered(smashed: Sequence[SmashedData], samples: Sequence[tuple[int, int]]
         activations=joined["activations"],
         context={name: joined.get(f"context.{name}", t) for name, t in data.context.items()},
         labels={name: joined.get(f"labels.{name}", t) for name, t in data.labels.items()},
-        shapes={n: (len(samples), *dims[1:]) if dims[0] == size else dims for n, dims in data.shapes.items()},
+        shapes={n: (len(samples), *dims[1:]) if dims[:1] == (size,) else dims for n, dims in data.shapes.items()},
     )
 
 

@@ -83,7 +83,7 @@ class GradientReuse(AnsweringServer, ReusedFeedback):
     table_position: ClassVar[int] = 3
     is_reference: ClassVar[bool] = True
 
-    def probed_factor(self, batch_size: int) -> float:
+    def probed_factor(self, batch_size: int) -> float | None:
         """Return the λ that the probe compares with the λ* of Proposition 1."""
         return paper_factor(batch_size)
 

@@ -56,10 +56,7 @@ class ServerSide(Side):
     def train_step(self, smashed: SmashedData, batch: int) -> Tensor:
         """θˢ ← θˢ − η ∇L(s; θˢ). Return ∇ₛL of the same backward pass, at the weights before the step."""
         leaf = on_graph(smashed)
-        loss = self.forward(leaf, batch).loss
-        self.observed.add("loss", loss)
-        self.backward(loss)
-        self.step()
+        self._train(leaf, batch)
         assert leaf.activations.grad is not None
         return leaf.activations.grad
 
@@ -70,13 +67,16 @@ class ServerSide(Side):
                 self.train_step(data, batch)
 
     def train_again(self, smashed: Sequence[SmashedData], epochs: int) -> None:
-        """Do `local_updates` without ∇ₛL, which nobody needs: the backward pass ends before the cut."""
+        """Do `local_updates` by backward passes that end before the cut; the paper's count includes ∇ₛL."""
         for _ in range(epochs):
             for batch, data in enumerate(smashed):
-                loss = self.forward(data, batch).loss
-                self.observed.add("loss", loss)
-                self.backward(loss)
-                self.step()
+                self._train(data, batch)
+
+    def _train(self, smashed: SmashedData, batch: int) -> None:
+        loss = self.forward(smashed, batch).loss
+        self.observed.add("loss", loss)
+        self.backward(loss)
+        self.step()
 
 
 def on_graph(smashed: SmashedData) -> SmashedData:

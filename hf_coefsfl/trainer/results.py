@@ -55,7 +55,7 @@ def final_results(trainer: SplitFedTrainer) -> Results:
 def server_gflops(history: Sequence[Mapping[str, Any]], last_round: int) -> float | None:
     """Return the GFLOPs of the server in all rounds up to this one, or None if `count_flops` did not count them.
 
-    A log has the mean of the rounds since the last one.
+    A log has the mean of the rounds since the last one. Rounds after the last log are not in the sum.
     """
     counted = {int(entry["step"]): float(entry[_WORK]) for entry in history if _WORK in entry}
     pairs = pairwise([0, *sorted(counted)])

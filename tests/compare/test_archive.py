@@ -146,7 +146,7 @@ def test_foreign_and_damaged_files_are_one_error(
     foreign = f"{path} is not an archive of runs: "
     other = json.dumps(run.options | {"num_rounds": 9})
     files: dict[str, Callable[[], object]] = {
-        f"{foreign}it is no Parquet file, or a damaged one. Give": lambda: path.write_bytes(whole[:-9]),
+        f"{foreign}it is not a Parquet file, or a damaged one. Give": lambda: path.write_bytes(whole[:-9]),
         f"{foreign}its columns are run, value, not run, task, opt": lambda: write(path, run="a", value="b"),
         f"{foreign}{run.id} has no options or no scores": lambda: write(path, **row | {"summary": "{}"}),
         f"{foreign}Expecting value": lambda: write(path, **row | {"options": ""}),

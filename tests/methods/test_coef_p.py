@@ -58,9 +58,18 @@ def test_units_and_batch_sizes_do_not_matter() -> None:
     torch.testing.assert_close(repeated, compensated(g, 1.3, delta).repeat(3, 1))
 
 
-def test_a_loss_of_zero_leaves_the_gradient() -> None:
-    g = torch.zeros(2, 3)
-    assert torch.equal(compensated(g, 0.0, torch.ones(2, 3)), g)
+@pytest.mark.parametrize("loss", [0.0, -1.0, float("nan"), float("inf"), 1e-45])
+def test_a_loss_that_bounds_nothing_leaves_the_gradient(loss: float) -> None:
+    g = torch.ones(2, 3)
+    assert torch.equal(compensated(g, loss, torch.ones(2, 3)), g)
+
+
+@pytest.mark.parametrize("scalars", [None, torch.ones(0), torch.ones(5, 1, 1)])
+def test_anything_but_one_number_is_refused(scalars: Tensor | None) -> None:
+    """A server could make a client compute with tensors of any size."""
+    rule: Any = make_method("coef_p")
+    with pytest.raises(ValueError, match="expected the loss of the batch beside its gradient, one number"):
+        rule.compensate(Feedback(torch.ones(2, 3), scalars=scalars), torch.ones(2, 3), ())
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda t: t.loss_type)
@@ -78,7 +87,7 @@ def test_a_round_equals_a_loop_by_hand(task: LossSpec, epochs: int) -> None:
     smashed = [copy.deepcopy(data) for data in client.exchange()]
     answers = []
     for step in range(2 * epochs):
-        for batch, data in enumerate(smashed):
+        for data in smashed:
             leaf = data.activations.detach().requires_grad_()
             loss = server.half(type(data)(leaf, data.context, data.labels, data.shapes)).loss
             server.optimizer.zero_grad()
@@ -86,7 +95,6 @@ def test_a_round_equals_a_loop_by_hand(task: LossSpec, epochs: int) -> None:
             server.optimizer.step()
             if step == 0:
                 answers.append((leaf.grad, loss.detach()))
-            assert len(answers) > batch
     for _ in range(epochs):
         for (g, loss), data, inputs in zip(answers, smashed, client.batches, strict=True):
             now = client.half(**task.separate(inputs)[0]).activations

@@ -76,7 +76,7 @@ def test_run_leaves_all_files(posts: dict[str, str], capsys: pytest.CaptureFixtu
     for name in ("adapter_model.safetensors", "client", "server", "communication.json", "training_args.json"):
         assert (out / name).exists()
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["method"] == "coef_j" and summary["cut"] == 1 and summary["num_blocks"] == 3
+    assert summary["method"] == "coef_p" and summary["cut"] == 1 and summary["num_blocks"] == 3
     assert [point["round"] for point in summary["curve"]] == [2, 3]  # the last round is always evaluated
     assert summary["curve"][-1]["scores"] == summary["scores"]
     assert summary["server_gflops"] is None and "server_gflops" not in summary["curve"][-1]  # not counted
@@ -260,7 +260,7 @@ def test_help_is_grouped_and_complete(capsys: pytest.CaptureFixture[str]) -> Non
     assert places == sorted(places)
     assert places[0] < short.index("--stride N") < places[1] < short.index("--dirichlet_alpha X") < places[2]
     assert "rajpurkar/squad_v2" in short and "384" in short and "(default: None)" not in short
-    assert "--adam_beta1" in long and "--adam_beta1" not in short and len(short.splitlines()) < 200
+    assert "--adam_beta1" in long and "--adam_beta1" not in short and len(short.splitlines()) < 210
 
 
 @pytest.mark.parametrize(
