@@ -188,7 +188,8 @@ def plot_lines(
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     most = max((len(runs) for runs in panels.values()), default=1)
-    figure.legend(loc="outside lower center", ncols=min(most, 5), frameon=False, handlelength=3.5)
+    columns = 3 if len(panels) == 1 else 5  # as many as are as wide as the panels
+    figure.legend(loc="outside lower center", ncols=min(most, columns), frameon=False, handlelength=3.5)
     if title is not None:
         figure.suptitle(title, fontsize=11)
     return _saved(figure, path)

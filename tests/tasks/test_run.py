@@ -84,7 +84,7 @@ def test_run_leaves_all_files(posts: dict[str, str], capsys: pytest.CaptureFixtu
     assert summary["transfers"] == ledger["total"]["transfers"] > 0
     assert summary["dataset"] == "data" and summary["model"] == "model"  # names, not where they lie
     card = (out / "README.md").read_text()
-    assert "## Method: CoeF-J" in card and "trained on data" in card and "Weights: round 3 of 3." in card
+    assert "## Method: CoeF-P" in card and "trained on data" in card and "Weights: round 3 of 3." in card
     assert summary["weights"] == {"round": 3, "best": False, "mib": summary["mib"]}
     assert summary["base"] == {"name_or_path": posts["model_name_or_path"], "dtype": "float32"}
     assert f"accuracy {summary['scores']['accuracy']:.1f}" in capsys.readouterr().out
