@@ -2,8 +2,9 @@
 
 python benchmarks/candidates.py --seeds 0 1 2 3
 
-Each idea is a method of a few lines, below. What is worth keeping is in hf_coefsfl/methods. Five of 18 clients a round, batches of 4, label skew; `--local_epochs 3` compares what to send for several
-epochs. Finished runs are kept in --output, and the same command continues from there.
+Each idea is a method of a few lines, below. What is worth keeping is in hf_coefsfl/methods. Five of 18 clients a round,
+batches of 4, label skew; `--local_epochs 3` compares what to send for several epochs. Finished runs are kept in
+--output, and the same command continues from there.
 """
 
 from __future__ import annotations

@@ -89,7 +89,8 @@ def test_specs_are_found_by_name_in_any_folder(tmp_path: Path, monkeypatch: pyte
     assert find_spec("tiny") == tiny
     (tmp_path / "tiny.yaml").touch()
     assert find_spec("tiny.yaml") == Path("tiny.yaml")  # the file that is there, not the package's
-    files = {path.stem for folder in ("compare", "paper", "study") for path in (ROOT / "recipes" / folder).glob("*.yaml")}
+    folders = [ROOT / "recipes" / folder for folder in ("compare", "paper", "study")]
+    files = {path.stem for folder in folders for path in folder.glob("*.yaml")}
     assert set(specs()) == files and load_spec("iid").name == "iid"
 
 

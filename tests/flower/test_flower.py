@@ -27,7 +27,7 @@ def test_the_network_changes_nothing_if_the_server_answers_while_it_trains(site:
 
 
 def check(site: Site, options: dict[str, Any], method: str) -> None:
-    if method not in ("acc_sfl", "coef_j", "coef_p", "gas", "vanilla"):  # the others keep nothing over rounds but the weights
+    if method not in ("acc_sfl", "coef_j", "gas", "vanilla"):  # the others keep nothing over rounds but the weights
         options["num_rounds"] = 1
     simulated = site.simulated(**options)
     deployed, _ = site.deployed(**options)
