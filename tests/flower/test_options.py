@@ -60,8 +60,8 @@ def test_values_of_a_run_config() -> None:
     assert arguments.columns == ["text=body", "label=topic"]
     assert arguments.eval_split == ["test", "my split"] and arguments.metrics == ["f1"]
     assert (config.num_rounds, config.learning_rate, config.use_cpu, config.bf16) == (3, 1.0, True, False)
-    assert read_run_config({"task": "mnli", "method_kwargs": '{"num_projections": 2}'}).config.method_kwargs == {
-        "num_projections": 2
+    assert read_run_config({"task": "mnli", "method_kwargs": '{"server_passes": 2}'}).config.method_kwargs == {
+        "server_passes": 2
     }
 
 
