@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods",
         nargs="+",
         metavar="METHOD",
-        help="names, with options as in coef_d:feedback_at=walk (default: all that can train the model)",
+        help=f"names, with options as in {DEFAULT_METHOD}:server_passes=1 (default: all that can train the model)",
     )
     add("--method-kwargs", metavar="JSON", help=f"options by method, e.g. {_EXAMPLE}")
     add("--exchange-dtype", choices=EXCHANGE_DTYPES, default="float32", help="of what crosses (default: %(default)s)")

@@ -9,8 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..protocol.client_side import ClientSide
 from ..protocol.loss import OutputBlock
 from ..protocol.messages import Feedback, SmashedData
+from ..protocol.padding import kept_positions, without_padding
 from ..protocol.server_side import ServerSide, on_graph
 from .base import at_least, option
 from .reuse import FEEDBACK_AT, GradientReuse
@@ -55,6 +57,11 @@ class CoeFP(GradientReuse):
         leaf = on_graph(smashed)
         loss = server.forward(leaf, batch).loss
         return Feedback(server.feedback_gradient(loss, leaf), scalars=loss.detach().float().reshape(1))
+
+    def entering(self, client: ClientSide, batch: int, feedback: Feedback, displacement: Tensor) -> Tensor:
+        """Return g̃. Padding moves freely, also if it is sent: no loss depends on it."""
+        kept = kept_positions(client.initial[batch], client.loss_spec)
+        return self.compensate(feedback, without_padding(displacement, kept), ())
 
     def compensate(self, feedback: Feedback, displacement: Tensor, outputs: Sequence[OutputBlock]) -> Tensor:
         """Return g₀ + κ δ."""

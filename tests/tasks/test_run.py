@@ -333,7 +333,7 @@ def test_default_cut_is_the_papers_share(blocks: int, cut: int) -> None:
 @pytest.mark.slow
 def test_two_processes_equal_one(posts: dict[str, str], tmp_path: Path) -> None:
     one = tmp_path / "one"
-    run("newsgroups", argv=small(posts | {"output_dir": str(one)}))
+    run("newsgroups", method="coef_j", argv=small(posts | {"output_dir": str(one)}))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [*launcher, str(ROOT / "recipes" / "newsgroups_coefj.py"), *small(posts)]

@@ -70,6 +70,8 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
 KEYWORDS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "compensation_factor": ((0, 0.5, 3000.0, None), NOT_A_FACTOR),
     "feedback_at": (("initial", "walk", "final"), ("start", "", None, 3, True)),
+    "max_angle": ((None, 60.0, 90), (0, 91, -1.0, NAN, INFINITY, "much")),
+    "server_epochs": ((None, 1, 2), (0, -1, 0.5, "1", True)),
     "curvature_bound": ((None, 0, 0.5), NOT_A_FACTOR),
     "relative_step": ((1e-3, 0.5), NOT_POSITIVE),
     "perturbation_scale": ((1e-3, 0.1), NOT_POSITIVE),
