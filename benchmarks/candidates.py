@@ -33,6 +33,7 @@ from hf_coefsfl.protocol.server_side import on_graph
 from hf_coefsfl.protocol.tensors import over
 
 CoeFP: Any = METHODS["coef_p"]
+Vanilla: Any = METHODS["vanilla"]
 _TINY = 1e-9
 
 
@@ -168,11 +169,8 @@ class EachEpoch(Candidate):
                 client.descend(self.compensate(message, client.displacement(batch), ()))
 
 
-@dataclass
-class KeptState(Candidate):
+class _Keeps:
     """The moments of the server's AdamW are averaged over the clients and kept between rounds."""
-
-    name: ClassVar[str] = "kept_state"
 
     def setup(self, *args: Any, **kwargs: Any) -> None:
         self.kept: list[dict[str, Tensor]] = []
@@ -182,7 +180,7 @@ class KeptState(Candidate):
         trained = server.optimizer.param_groups[0]["params"]
         for parameter, state in zip(trained, self.kept, strict=False):
             server.optimizer.state[parameter] = {name: t.clone() for name, t in state.items()}
-        super().round(client, server)
+        super().round(client, server)  # type: ignore[misc]
         self.ends.append([dict(server.optimizer.state[parameter]) for parameter in trained])
 
     def merge(self, kept: Any) -> None:
@@ -191,9 +189,36 @@ class KeptState(Candidate):
         self.ends = []
 
 
+@dataclass
+class KeptState(_Keeps, Candidate):
+    name: ClassVar[str] = "kept_state"
+
+
+@dataclass
+class VanillaKeptState(_Keeps, Vanilla):
+    name: ClassVar[str] = "vanilla_kept_state"
+
+
+@dataclass
+class VanillaTwice(Vanilla):
+    """Vanilla whose server goes over the smashed data of the round once more, as CoeF-P's does."""
+
+    name: ClassVar[str] = "vanilla_twice"
+
+    def round(self, client: Any, server: Any) -> None:
+        sent = []
+        for batch in range(client.num_batches):
+            (smashed,) = client.upload([batch])
+            client.update([Feedback(server.train_step(smashed, batch))], [batch])
+            sent.append(smashed)
+        server.train_again(sent, 1)
+
+
 WALK = {"feedback_at": "walk"}
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "Vanilla SFL": ("vanilla", {}),
+    "Vanilla SFL, 2 passes": ("vanilla_twice", {}),
+    "Vanilla SFL, state kept": ("vanilla_kept_state", {}),
     "CoeF-D": ("coef_d", {}),
     "CoeF-J": ("coef_j", {}),
     "no compensation, walk": ("reuse", WALK),

@@ -124,7 +124,8 @@ def _task(entry: Any, content: Mapping[str, Any], settings: Mapping[str, Any], w
     cuts = own.get("cuts", own_cut) or content.get("cuts", shared_cut)
     lists: dict[str, Any] = {key: own.get(key, content.get(key)) for key in _LISTS} | {"cuts": cuts}
     extra = _method_options(own.get("method_options", {}), f"{where}.method_options")
-    variants = tuple(_variant(v, extra, name, f"{where}.methods") for v in _list(lists["methods"], f"{where}.methods"))
+    rows = _flat(_list(lists["methods"], f"{where}.methods"))
+    variants = tuple(_variant(row, extra, name, f"{where}.methods") for row in rows)
     _distinct([v.name for v in variants], f"{where}.methods", 'Give variants of a method a "name" each.')
     splits: tuple[Split, ...] = (_default_split(options),)
     if lists["splits"] is not None:
@@ -233,6 +234,11 @@ def _list(value: Any, where: str) -> list[Any]:
         got = "nothing" if value is None else f"{value!r} ({type(value).__name__})"
         raise ValueError(f"{where} must be a list with at least one entry, got {got}.")
     return value
+
+
+def _flat(values: list[Any]) -> list[Any]:
+    """Return a list with the entries of the lists in it, so that a YAML anchor can stand for several rows."""
+    return [entry for value in values for entry in (_flat(value) if isinstance(value, list) else [value])]
 
 
 def _numbers(value: Any, where: str, kind: type, allowed: Callable[[Any], bool], what: str) -> tuple[Any, ...]:
