@@ -25,7 +25,7 @@ from hf_coefsfl.tasks.run import paper_share, run
 from tests.support.paths import ROOT
 from tests.support.posts import make_posts, small
 
-RECIPES = sorted((ROOT / "recipes").glob("*_coef[dj].py"))
+RECIPES = sorted((ROOT / "recipes").glob("*_coef[jp].py"))
 
 
 @pytest.fixture
@@ -54,10 +54,10 @@ def test_recipes_are_thin_and_named_by_what_they_run(path: Path) -> None:
     assert set(re.findall(r"--[a-z_]{3,}", text)) - {"--help", "--config"} <= known
 
 
-def test_the_seven_recipes() -> None:
+def test_the_recipes() -> None:
     assert [path.stem for path in RECIPES] == [
-        "causal_lm_coefj", "cifar100_coefd", "food101_coefj", "mnli_coefj", "newsgroups_coefj", "squad_v2_coefj",
-        "tiny_imagenet_coefd",
+        "causal_lm_coefp", "cifar100_coefp", "food101_coefp", "mnli_coefj", "mnli_coefp", "newsgroups_coefp",
+        "squad_v2_coefp", "tiny_imagenet_coefp",
     ]  # fmt: skip
 
 
@@ -333,10 +333,10 @@ def test_default_cut_is_the_papers_share(blocks: int, cut: int) -> None:
 @pytest.mark.slow
 def test_two_processes_equal_one(posts: dict[str, str], tmp_path: Path) -> None:
     one = tmp_path / "one"
-    run("newsgroups", method="coef_j", argv=small(posts | {"output_dir": str(one)}))
+    run("newsgroups", argv=small(posts | {"output_dir": str(one)}))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [*launcher, str(ROOT / "recipes" / "newsgroups_coefj.py"), *small(posts)]
+    command = [*launcher, str(ROOT / "recipes" / "newsgroups_coefp.py"), *small(posts)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     two = Path(posts["output_dir"])
