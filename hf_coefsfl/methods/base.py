@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_type_hints
@@ -205,6 +206,12 @@ def at_least(name: str, value: Any, least: int) -> None:
     """Refuse a value that is not a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
+
+
+def above_zero(name: str, value: float | None) -> None:
+    """Refuse a number that is not finite or not above 0. None stands for a default."""
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name}={value!r} must be a finite number above 0.")
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

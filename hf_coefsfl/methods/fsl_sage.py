@@ -16,7 +16,7 @@ from ..protocol.loss import LossSpec
 from ..protocol.messages import Message, Parameters, SmashedData
 from ..protocol.modes import evaluating
 from ..protocol.server_side import ServerSide
-from .base import ClientState, Method, at_least, expect, option
+from .base import ClientState, Method, above_zero, at_least, expect, option
 from .parts.auxiliary import AuxiliaryNetwork, example_smashed
 from .parts.costs import RoundKind, StoredWork, Workload
 from .parts.math_attention import differentiable_attention
@@ -75,8 +75,7 @@ class FSLSAGE(Method):
         for name in ("align_every", "align_epochs", "align_batch_size", "buffer_size", "buffer_every", "num_blocks"):
             at_least(name, getattr(self, name), 1)
         at_least("align_warmup_steps", self.align_warmup_steps, 0)
-        if not 0 < self.align_learning_rate < float("inf"):
-            raise ValueError(f"align_learning_rate={self.align_learning_rate} must be a finite number above 0.")
+        above_zero("align_learning_rate", self.align_learning_rate)
         if self.init not in INITS:
             raise ValueError(f"init={self.init!r} is not allowed. Choose one of: {', '.join(INITS)}.")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ..protocol.client_side import ClientSide
 from ..protocol.messages import Feedback, Message, SmashedData
-from .base import at_least, expect, option
+from .base import above_zero, at_least, expect, option
 from .parts.zeroth_order import Direction, two_point
 from .reuse import GradientReuse
 
@@ -40,10 +39,8 @@ class HOSFL(GradientReuse):
     def __post_init__(self) -> None:
         """Check the ranges of the options."""
         at_least("num_perturbations", self.num_perturbations, 1)
-        for name in ("perturbation_scale", "learning_rate"):
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name}={value!r} must be a finite number above 0.")
+        above_zero("perturbation_scale", self.perturbation_scale)
+        above_zero("learning_rate", self.learning_rate)
 
     def can_be_probed(self) -> bool:
         """Return False: g₀ weights differences of activations and enters no backward pass."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +14,7 @@ from ..protocol.client_side import ClientSide
 from ..protocol.link import ClientLink
 from ..protocol.messages import Message, SmashedData
 from ..protocol.server_side import ServerSide
-from .base import Method, at_least, expect, option
+from .base import Method, above_zero, at_least, expect, option
 from .parts.zeroth_order import Direction, two_point
 
 
@@ -68,10 +67,8 @@ class MUSplitFed(Method):
     def __post_init__(self) -> None:
         """Check the ranges of the options."""
         at_least("server_passes", self.server_passes, 1)
-        for name in ("perturbation_scale", "learning_rate"):
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name}={value!r} must be a finite number above 0.")
+        above_zero("perturbation_scale", self.perturbation_scale)
+        above_zero("learning_rate", self.learning_rate)
 
     def can_be_probed(self) -> bool:
         """Return False: slopes along random directions come down, not gradients."""

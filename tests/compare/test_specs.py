@@ -135,6 +135,14 @@ def test_the_settings_of_a_row_win() -> None:
     assert [c.runs for c in cells_of(splits=splits, methods=["reuse", plain])] == [c.runs for c in usual]
 
 
+def test_lists_within_the_methods_are_taken_apart() -> None:
+    central = {"method": "vanilla", "name": "Central", "settings": {"num_clients": 1}}
+    flat, nested = cells_of(methods=["reuse", "coef_d", central]), cells_of(methods=[["reuse", ["coef_d"]], central])
+    assert [cell.runs for cell in nested] == [cell.runs for cell in flat]
+    with pytest.raises(ValueError, match="holds 'CoeF-D' twice"):
+        cells_of(methods=[["reuse", "coef_d"], "coef_d"])
+
+
 def test_files_of_a_row_are_looked_for_too() -> None:
     row = {"method": "reuse", "settings": {"model_name_or_path": "./nowhere/vit"}}
     with pytest.raises(ValueError, match=r"not here: \./nowhere/vit"):
