@@ -13,7 +13,7 @@ from .._recipes import specs
 from ..analysis.tables import format_table
 from ..analysis.timing import Network
 from ..compare import Archive, Cell, Runner, Spec, check_files, expand, load_finished, load_spec, total, write_report
-from ..compare.budget import Budget
+from ..compare.budget import Budget, with_server_work
 from ..compare.grid import Summary
 from ..trainer.output_folder import FolderLock
 from .units import parse_bandwidth, parse_latency, parse_speed
@@ -43,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device_speed",
         help="with --dry_run: adds MiB, and hours on a device of e.g. 10TFLOPS (what it reaches, not its peak)",
     )
+    add(
+        "--server_work",
+        action="store_true",
+        help="with --report_only: estimates the server's GFLOPs of runs that did not count them (count_flops)",
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--dry_run", action="store_true", help="list the runs and start none")
     what.add_argument("--report_only", action="store_true", help="rebuild the report of what is done")
@@ -62,11 +67,17 @@ def run(arguments: argparse.Namespace) -> str:
         return _listing(cells, load_finished(cells, runs, archive), arguments.device_speed)
     if arguments.device_speed is not None:
         raise ValueError("--device_speed needs --dry_run: it estimates the runs and starts none.")
+    if arguments.server_work and not arguments.report_only:
+        raise ValueError("--server_work needs --report_only: let a run count with count_flops, or report it later.")
     if not arguments.report_only:
         check_files(cells)
     with FolderLock(root):
         if arguments.report_only:
-            return _answer(write_report(spec, cells, root, load_finished(cells, runs, archive), link=link), root)
+            finished, notes = load_finished(cells, runs, archive), list[str]()
+            if arguments.server_work:
+                finished, notes = with_server_work(cells, finished)
+            text = write_report(spec, cells, root, finished, link=link)
+            return "\n".join([*notes, _answer(text, root)])
         return _compare(spec, Runner(cells, runs, jobs=arguments.jobs, archive=archive), root, link)
 
 

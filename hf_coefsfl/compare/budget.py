@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from datasets import ClassLabel
+from tqdm import tqdm
 
 from ..analysis import backbones
 from ..analysis.cost import Cost, CostModel, Round
@@ -19,10 +20,10 @@ from ..config import SplitFedConfig
 from ..federation.sampling import num_sampled
 from ..methods import WARM_UP_METHOD, make_method
 from ..methods.parts.math_attention import differentiable_attention
-from ..tasks import TASKS
+from ..tasks import TASKS, digits
 from ..tasks.loading import load_splits
 from ..tasks.options import DEFAULTS
-from .grid import Cell
+from .grid import Cell, Summary
 
 STARTUP_SECONDS = 15.0  # of a run: imports, data and model; measured with a small model on one core
 
@@ -53,6 +54,14 @@ class RunEstimate:
 
     seconds: float
     mib: float
+    warmup_rounds: int
+    warmup_gflops: float  # of the server, in one warm-up round
+    later_gflops: float  # in one of the others
+
+    def server_gflops(self, rounds: int) -> float:
+        """Return the server's work in the first rounds of the run."""
+        warmup = min(rounds, self.warmup_rounds)
+        return warmup * self.warmup_gflops + (rounds - warmup) * self.later_gflops
 
 
 class Budget:
@@ -78,6 +87,7 @@ class Budget:
         clients = num_sampled(options["num_clients"], options["participation"])
         rounds, warmup = options["num_rounds"], min(options["warmup_rounds"], options["num_rounds"])
         flops = num_bytes = 0.0
+        gflops = []
         for count, method in (
             (warmup, make_method(WARM_UP_METHOD)),
             (rounds - warmup, make_method(cell.variant.method, cell.variant.kwargs)),
@@ -85,15 +95,17 @@ class Budget:
             known = *key, cell.cut, plan, method.name, *method.effective_options().items()
             if count and known not in self._costs:
                 self._costs[known] = model.costs(method, cell.cut, plan)
-            for cost in self._costs[known] if count else ():
-                flops += count * clients * cost.share * _flops(cost)
-                num_bytes += count * clients * cost.share * cost.num_bytes
+            costs = self._costs[known] if count else []
+            flops += sum(count * clients * cost.share * _flops(cost) for cost in costs)
+            num_bytes += sum(count * clients * cost.share * cost.num_bytes for cost in costs)
+            gflops.append(sum(clients * cost.share * cost.server_flops for cost in costs) / 1e9)
         flops += _num_evaluations(options) * data.evaluation * self._forward(model)
-        return RunEstimate(STARTUP_SECONDS + flops / self.speed, num_bytes / MIB)
+        return RunEstimate(STARTUP_SECONDS + flops / self.speed, num_bytes / MIB, warmup, *gflops)
 
     def _model(self, cell: Cell, options: Mapping[str, Any], data: Data) -> tuple[tuple[Any, ...], CostModel]:
         name = cell.spec.model.lower()
         name = name if name in backbones.BACKBONES else str(options.get("model_name_or_path") or cell.spec.model)
+        name = digits.digits_model() if name == digits.MODEL else name
         auto = TASKS[cell.spec.task].kind.auto_model
         task = next(name for name, known in backbones.TASKS.items() if known is auto)
         length = options.get("max_length")
@@ -113,6 +125,36 @@ class Budget:
         with torch.no_grad(), differentiable_attention(), counter:
             model.model(**model.samples.batch(1))
         return sum(counter.flops.values())
+
+
+def with_server_work(cells: Sequence[Cell], finished: Mapping[str, Summary]) -> tuple[dict[str, Summary], list[str]]:
+    """Return the summaries with the server's GFLOPs where a run did not count them, and what cannot be estimated.
+
+    The estimate is scaled by the bytes that the run moved, because texts are shorter than their full length.
+    """
+    budget, result, notes = Budget(speed=1.0), dict(finished), []
+    for cell in tqdm(cells, desc="server work", unit="setting", leave=False):
+        open_runs = [run.id for run in cell.runs.values() if run.id in finished and not _counted(finished[run.id])]
+        if not open_runs:
+            continue
+        try:
+            estimate = budget.of(cell)
+        except ValueError as error:
+            notes.append(f"{cell.spec.title or cell.spec.task}: {error}")
+            continue
+        for name in open_runs:
+            scale = float(finished[name]["mib"]) / estimate.mib
+            curve = [
+                {**point, "server_gflops": scale * estimate.server_gflops(int(point["round"]))}
+                for point in finished[name].get("curve") or ()
+            ]
+            work = scale * estimate.server_gflops(int(finished[name]["num_rounds"]))
+            result[name] = {**finished[name], "curve": curve, "server_gflops": work}
+    return result, list(dict.fromkeys(notes))
+
+
+def _counted(summary: Summary) -> bool:
+    return summary.get("server_gflops") is not None
 
 
 def _flops(cost: Cost) -> int:

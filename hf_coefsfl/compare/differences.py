@@ -60,11 +60,18 @@ def _first_scores(result: Result | None) -> dict[int, float]:
     return {seed: float(value) for seed, value in firsts.items() if value is not None}
 
 
-def _heading(place: Place, places: Sequence[Place]) -> str:
-    """Return what tells a place from the others, and at least its task."""
-    words = zip(place, ("{}", "{}", "{}", "cut {}"), zip(*places, strict=True), strict=True)
-    shown = [pattern.format(word) for i, (word, pattern, all_) in enumerate(words) if i == 0 or len(set(all_)) > 1]
-    return ", ".join(shown)
+def _headings(places: Sequence[Place]) -> dict[Place, str]:
+    """Return a heading for each place: its task, and of split, model and cut what tells it from the others."""
+
+    def told_apart(by: Sequence[int]) -> int:
+        return len({tuple(place[i] for i in by) for place in places})
+
+    shown = [0]
+    for more in (2, 1, 3):
+        if told_apart([*shown, more]) > told_apart(shown):
+            shown = sorted([*shown, more])
+    patterns = ("{}", "{}", "{}", "cut {}")
+    return {place: ", ".join(patterns[i].format(place[i]) for i in shown) for place in places}
 
 
 def difference_rows(places: Mapping[Place, Sequence[Result]], baseline: str) -> list[dict[str, str]]:
@@ -76,7 +83,8 @@ def difference_rows(places: Mapping[Place, Sequence[Result]], baseline: str) -> 
         groups = {place: d for place, found in by_name.items() if (d := paired(found, name, baseline)) is not None}
         if not groups:
             continue
-        row = {"Method": name} | {_heading(p, list(places)): str(Difference.of([d])) for p, d in groups.items()}
+        headings = _headings(list(places)).items()
+        row = {"Method": name} | {h: str(Difference.of([groups[p]])) if p in groups else "" for p, h in headings}
         if len(places) > 1:
             row["all"] = str(Difference.of(list(groups.values()))) if len(groups) == len(places) else ""
         rows.append(row)

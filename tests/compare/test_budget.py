@@ -11,7 +11,7 @@ from PIL import Image as Picture
 from hf_coefsfl.analysis.cost import CostModel, Round
 from hf_coefsfl.cli import main
 from hf_coefsfl.compare import Cell, expand, parse_spec
-from hf_coefsfl.compare.budget import STARTUP_SECONDS, Budget
+from hf_coefsfl.compare.budget import STARTUP_SECONDS, Budget, with_server_work
 from hf_coefsfl.methods import make_method
 from tests.support.federated import CLASSES, tiny_vit
 
@@ -85,3 +85,21 @@ def test_the_command_prints_it_and_starts_nothing(
     with pytest.raises(SystemExit):
         main(command)
     assert "--device_speed needs --dry_run" in capsys.readouterr().err
+
+
+def test_the_servers_work_is_estimated_where_it_was_not_counted(folder: Path) -> None:
+    """By round, warm-up apart, and scaled by the bytes that the run moved; what was counted stays."""
+    (cell,) = cells(folder, ["coef_j"])
+    model, plan = CostModel(tiny_vit(attn_implementation="eager")), Round(ROWS // CLIENTS, 4)
+    warm, usual = (2 * model.costs(make_method(name), 2, plan)[0].server_flops / 1e9 for name in ("vanilla", "coef_j"))
+    mib = Budget(speed=1.0).of(cell).mib
+    open_run, counted = (cell.runs[0.1, seed].id for seed in (0, 1))
+    summary = {"mib": mib / 2, "num_rounds": 6, "curve": [{"round": 1, "mib": 1.0}, {"round": 4, "mib": 2.0}]}
+    found, notes = with_server_work([cell], {open_run: summary, counted: summary | {"server_gflops": 7.0}})
+    assert found[open_run]["server_gflops"] == pytest.approx((2 * warm + 4 * usual) / 2)
+    works = [point["server_gflops"] for point in found[open_run]["curve"]]
+    assert works == pytest.approx([warm / 2, (2 * warm + 2 * usual) / 2])
+    assert found[counted]["server_gflops"] == 7.0 and found[counted]["curve"] == summary["curve"] and not notes
+    (lost,) = expand(parse_spec(spec(folder / "nowhere", ["coef_j"]), "test"))
+    found, notes = with_server_work([lost], {lost.first()[0].id: summary})
+    assert "server_gflops" not in found[lost.first()[0].id] and len(notes) == 1

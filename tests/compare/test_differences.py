@@ -1,5 +1,7 @@
 """Paired differences: the pairs are right, and so are the intervals."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -63,6 +65,18 @@ def test_places_that_differ_in_the_cut_have_columns_of_their_own() -> None:
     found = results({"vanilla": [70, 60], "reuse": [69, 59]}, tasks=[task])
     (row,) = difference_rows(by_place(found), "Vanilla SFL")
     assert list(row) == ["Method", "CIFAR-100, cut 1", "CIFAR-100, cut 2", "all"]
+
+
+def test_a_heading_names_no_more_than_it_needs() -> None:
+    """Two tasks with a model each: the task and the split say all. A cell without runs of both stays empty."""
+    one = {"task": "cifar100", "model": "ViT", "model_name_or_path": "somewhere/vit", "cut": 1}
+    two = {"task": "food101", "model": "ViT-B", "model_name_or_path": "somewhere/b", "cut": 2}
+    splits = [{"name": "IID", "partition": "iid"}, {"name": "skewed", "partition": "dirichlet"}]
+    found = results({"vanilla": [70, 60], "reuse": [69, 59]}, tasks=[two, one], splits=splits)
+    found[0] = replace(found[0], runs=found[0].runs[:1])
+    (row,) = difference_rows(by_place(found), "Vanilla SFL")
+    assert list(row) == ["Method", "Food-101, IID", "Food-101, skewed", "CIFAR-100, IID", "CIFAR-100, skewed", "all"]
+    assert row["Food-101, IID"] == row["all"] == "" and row["Food-101, skewed"] == "-1.0 [-1.0, -1.0]"
 
 
 def test_rows_with_settings_are_paired_at_every_place() -> None:
