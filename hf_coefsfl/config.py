@@ -105,6 +105,14 @@ class SplitFedConfig(TrainingArguments):
         },
     )
 
+    keep_server_optimizer: bool = field(
+        default=False,
+        metadata={
+            "help": "Average the state of the server's optimizer over the clients of a round and begin the next round "
+            "with it, instead of a fresh one."
+        },
+    )
+
     # --- What crosses the cut ---
     exchange_dtype: str = field(
         default="float32",

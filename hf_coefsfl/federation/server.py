@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -27,6 +27,7 @@ from ..split.lora import trainable_sides
 from .averaging import federated_average, fewest_clients, flatten, unflatten_
 from .bounds import Parts, Values, excesses, scale_update_, update_norms
 from .ledger import DROPPED, ClientReport
+from .optimizer_state import PREFIX, OptimizerState
 from .sampling import num_sampled
 from .schedule import MethodSchedule, local_optimizer, make_context, make_store
 
@@ -74,8 +75,24 @@ class ServerRounds:
         return self.methods.method
 
     def set_up_method(self) -> None:
-        """Give the method the state it starts with."""
+        """Give the method, and the server's optimizer if it is kept, the state that training starts with."""
         self.method.setup(self.split, self.loss_spec, self.args.seed, first_round=self.args.warmup_rounds)
+        self.optimizer_state: OptimizerState | None = None
+        if self.args.keep_server_optimizer:
+            rate = self.args.learning_rate
+            self.optimizer_state = OptimizerState(lambda ps: self.local_optimizer(ps, rate), self.server_parameters)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what rounds leave beside the trained weights, for a checkpoint."""
+        kept = {} if self.optimizer_state is None else self.optimizer_state.named
+        return {**self.method.state_dict(), **{PREFIX + name: t for name, t in kept.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what `state_dict` returned."""
+        self.method.load_state_dict({name: t for name, t in state.items() if not name.startswith(PREFIX)})
+        if self.optimizer_state is not None:
+            for name, tensor in self.optimizer_state.named.items():
+                tensor.copy_(state[PREFIX + name])
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -102,13 +119,20 @@ class ServerRounds:
         return make_context(self.args, round_index, client, self.store(), self.accelerator.autocast)
 
     def server_side(self, context: RoundContext, learning_rate: float) -> ServerSide:
-        """Return the server's side of a client at the present weights, with a fresh optimizer."""
+        """Return the server's side of a client at the present weights; its optimizer is fresh, or as rounds left it."""
         optimizer = self.local_optimizer(self.server_parameters, learning_rate)
+        if self.optimizer_state is not None:
+            self.optimizer_state.load_into(optimizer)
         return ServerSide(self.split.server, optimizer, context, self.loss_spec)
 
     def averaged(self, round_index: int) -> list[Tensor]:
-        """Return what is averaged at the end of a round: the trained weights, then those beside the model."""
-        return [*self.parameters, *self.methods.of_round(round_index).federated().values()]
+        """Return what is averaged at the end of a round: trained weights, those beside the model, optimizer state."""
+        kept = [] if self.optimizer_state is None else self.optimizer_state.tensors
+        return [*self.parameters, *self.methods.of_round(round_index).federated().values(), *kept]
+
+    def optimizer_tensors(self, side: ServerSide) -> Sequence[Tensor]:
+        """Return the state of a server side's optimizer if it is averaged, else nothing."""
+        return [] if self.optimizer_state is None else self.optimizer_state.of(side.optimizer)
 
     def average(
         self,
@@ -138,7 +162,8 @@ class ServerRounds:
             rule = args.aggregation, args.hostile_clients
             mean = federated_average(trained, weights, owners, len(initial), self.accelerator, *rule)
             beside = {name: torch.empty_like(t) for name, t in method.federated().items()}
-            unflatten_([*self.parameters, *beside.values()], mean)
+            kept = [] if self.optimizer_state is None else self.optimizer_state.tensors
+            unflatten_([*self.parameters, *beside.values(), *kept], mean)
             method.adopt(beside)
             used = [client for client in weights if SMASHED not in reports[client].bounded]
             method.merge([ClientState(c, reports[c].num_samples, reports[c].kept) for c in used])
@@ -165,8 +190,9 @@ class ServerRounds:
         ends = [0]
         for side in (self.client_parameters, self.server_parameters):
             ends.append(ends[-1] + sum(p.numel() for p in side.values()))
-        ends.append(length)
-        names = ("client update", "server update", "auxiliary update")
+        kept = [] if self.optimizer_state is None else self.optimizer_state.tensors
+        ends += [length - sum(t.numel() for t in kept), length]
+        names = ("client update", "server update", "auxiliary update", "server optimizer")
         return {name: slice(ends[i], ends[i + 1]) for i, name in enumerate(names) if ends[i] < ends[i + 1]}
 
     def _measure(

@@ -82,9 +82,9 @@ class Simulation(ServerRounds):
             fetched = self.data.round(round_index, present)
             for client in tqdm(mine, desc=f"round {round_index + 1}: clients", leave=False, disable=not progress):
                 unflatten_(parameters, initial)
-                reports[client] = self._run_client(round_index, client, fetched, learning_rate)
+                reports[client], kept = self._run_client(round_index, client, fetched, learning_rate)
                 beside = [reports[client].kept.get(name, p).to(p.device) for name, p in federated.items()]
-                trained[client] = flatten([*self.parameters, *beside])
+                trained[client] = flatten([*self.parameters, *beside, *kept])
                 if client == clients[0] and reports[client].failure is None:
                     results = [self._examine(o, round_index, client, learning_rate, initial) for o in observers]
                 for parameter in parameters:
@@ -103,18 +103,21 @@ class Simulation(ServerRounds):
 
     def _run_client(
         self, round_index: int, client: int, fetched: Iterator[list[Any]], learning_rate: float
-    ) -> ClientReport:
-        """Train a client on what is fetched next; what it raises is reported if failing clients are skipped."""
+    ) -> tuple[ClientReport, Sequence[torch.Tensor]]:
+        """Train a client on what is fetched next. Return its report, and its server's optimizer state if it is kept.
+
+        What it raises is reported if failing clients are skipped.
+        """
         size = self.federation.sizes[client]
         if self._is_dropped(round_index, client):
-            return ClientReport.of_absent(DROPPED, size)
+            return ClientReport.of_absent(DROPPED, size), []
         try:
             batches = self.data.checked(client, next(fetched))
             return self._train_client(round_index, client, batches, learning_rate)
         except Exception as error:
             if self.args.on_client_failure == "raise":
                 raise
-            return ClientReport.of_absent(f"{type(error).__name__}: {error}".rstrip("."), size)
+            return ClientReport.of_absent(f"{type(error).__name__}: {error}".rstrip("."), size), []
 
     def _examine(
         self, observer: Observer, round_index: int, client: int, learning_rate: float, initial: torch.Tensor
@@ -127,13 +130,15 @@ class Simulation(ServerRounds):
     def _sides(
         self, round_index: int, client: int, batches: Batches, learning_rate: float
     ) -> tuple[ClientSide, ServerSide]:
-        """Return both sides of a client at the present weights, with fresh optimizers."""
+        """Return both sides of a client at the present weights."""
         context = self.round_context(round_index, client)
         optimizer = self.local_optimizer(self.client_parameters, learning_rate)
         client_side = ClientSide(self.split.client, batches, optimizer, context, self.loss_spec)
         return client_side, self.server_side(context, learning_rate)
 
-    def _train_client(self, round_index: int, client: int, batches: Batches, learning_rate: float) -> ClientReport:
+    def _train_client(
+        self, round_index: int, client: int, batches: Batches, learning_rate: float
+    ) -> tuple[ClientReport, Sequence[torch.Tensor]]:
         """Run the round's method with one client, both sides starting from the present weights."""
         client_side, server_side = self._sides(round_index, client, batches, learning_rate)
         method = self.methods.of_round(round_index)
@@ -144,4 +149,5 @@ class Simulation(ServerRounds):
         server_side.finish()
         synchronize(self.args.device)
         seconds = time.perf_counter() - start
-        return ClientReport.of(link, server_side, seconds, self.federation.sizes[client])
+        report = ClientReport.of(link, server_side, seconds, self.federation.sizes[client])
+        return report, self.optimizer_tensors(server_side)

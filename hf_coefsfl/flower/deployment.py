@@ -201,7 +201,7 @@ class Deployment(ServerRounds):
                 side.finish()
                 synchronize(self.args.device)
                 trained = [*(link.trained[name] for name in self.client_parameters), *self.server_parameters.values()]
-                trained += [link.kept[name] for name in shared.weights.auxiliary]
+                trained += [*(link.kept[name] for name in shared.weights.auxiliary), *self.optimizer_tensors(side)]
                 flat = flatten([t.to(self.args.device) for t in trained])
             seconds = link.client_seconds + shared.turn.seconds[client]
             return ClientReport.of(link, side, seconds, member.num_samples), flat

@@ -316,8 +316,8 @@ class ResumingTrainer(Trainer):
             self.rounds.set_up_method()
             if state.exists():
                 kept = load_file(state)  # to the CPU: safetensors does not know the device "cpu:0" of many processes
-                self.rounds.method.load_state_dict({name: t.to(self.args.device) for name, t in kept.items()})
-            elif self.rounds.method.state_dict():
+                self.rounds.load_state_dict({name: t.to(self.args.device) for name, t in kept.items()})
+            elif self.rounds.state_dict():
                 raise ValueError(
                     f"{resume_from_checkpoint} holds no {STATE_NAME}, which method={self.args.method!r} needs: it is "
                     "incomplete or of another method. Resume with the method it was made with."

@@ -321,7 +321,7 @@ class SplitFedTrainer(ResumingTrainer, EvaluatingTrainer, SharingTrainer):
         self._save_arguments(folder)
         self.ledger.save(folder / LEDGER_NAME)
         if self.rounds is not None:
-            state = self.rounds.method.state_dict()
+            state = self.rounds.state_dict()
             (folder / STATE_NAME).unlink(missing_ok=True)
             if state:
                 save_file({name: t.detach().contiguous().cpu() for name, t in state.items()}, folder / STATE_NAME)

@@ -26,6 +26,15 @@ def test_the_network_changes_nothing_if_the_server_answers_while_it_trains(site:
     check(site, {"method": "coef_j", "method_kwargs": json.dumps({"feedback_at": "walk"}), "num_rounds": 1}, "coef_j")
 
 
+def test_the_network_changes_nothing_if_the_servers_optimizer_is_kept(site: Site) -> None:
+    options = {"method": "coef_p", "keep_server_optimizer": True, "warmup_rounds": 0, "num_rounds": 2}
+    simulated = site.simulated(**options)
+    deployed, _ = site.deployed(**options)
+    assert same(weights(simulated), weights(deployed))
+    states = [run.rounds.state_dict() for run in (simulated, deployed) if run.rounds is not None]
+    assert same(*states) and states[0]
+
+
 def check(site: Site, options: dict[str, Any], method: str) -> None:
     if method not in ("acc_sfl", "coef_j", "gas", "vanilla"):  # the others keep nothing over rounds but the weights
         options["num_rounds"] = 1

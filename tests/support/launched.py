@@ -26,6 +26,7 @@ ROUND, EVALUATION = "round", "evaluation"
 UNEVEN: dict[str, Any] = {"partition": "dirichlet", "dirichlet_alpha": 1.0, "num_clients": 5, "participation": 0.6}
 CASES: dict[str, dict[str, Any]] = {name: {"method": name} for name in sorted(METHODS)} | {
     "walk": {"method": "coef_j", "method_kwargs": {"feedback_at": "walk"}},
+    "kept optimizer": {"method": "coef_p", "keep_server_optimizer": True},
     "few clients": {"num_clients": 2, "participation": 1.0},  # a third process has none
     "lost clients": {"client_dropout_rate": 0.4, "on_client_failure": "skip", "seed": 1},
     "measured": {"staleness_probe": 1, "count_flops": True},
