@@ -77,7 +77,7 @@ class Simulation(ServerRounds):
         results: list[Any] = [None] * len(observers)
         for half in (self.split.client, self.split.server):
             set_mode(half, self.args)
-        with preserved_random_state():
+        with preserved_random_state(self.args.device):
             present = [client for client in mine if not self._is_dropped(round_index, client)]
             fetched = self.data.round(round_index, present)
             for client in tqdm(mine, desc=f"round {round_index + 1}: clients", leave=False, disable=not progress):

@@ -85,7 +85,7 @@ class ClientRound:
         seconds = 0.0
         if any(call["do"] == "finish" for call in calls[:-1]):
             raise TransferError("a round goes on after its end")
-        with preserved_random_state():
+        with preserved_random_state(self.node.config.device):
             if self.sequence == 0:
                 self._begin(payload)
                 payload = None

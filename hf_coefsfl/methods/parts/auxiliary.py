@@ -30,7 +30,8 @@ _CLASS_TOKENS = ("cls_token", "class_embedding", "class_token")
 
 def example_smashed(split: SplitModel) -> SmashedData:
     """Return what the client half makes of an example batch: the shapes at the cut."""
-    with torch.no_grad(), evaluating(split.client), preserved_random_state():
+    device = next(split.client.parameters()).device
+    with torch.no_grad(), evaluating(split.client), preserved_random_state(device):
         smashed: SmashedData = split.client(**example_inputs(split.model))
     return smashed.detach()
 
