@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from ..config import SplitFedConfig
 from ..methods import Method
 from ..protocol.client_side import ClientSide
+from ..protocol.devices import is_device_error
 from ..protocol.link import LocalLink, synchronize
 from ..protocol.seeds import preserved_random_state
 from ..protocol.server_side import ServerSide
@@ -104,7 +105,10 @@ class Simulation(ServerRounds):
     def _run_client(
         self, round_index: int, client: int, fetched: Iterator[list[Any]], learning_rate: float
     ) -> ClientReport:
-        """Train a client on what is fetched next; what it raises is reported if failing clients are skipped."""
+        """Train a client on what is fetched next; what it raises is reported if failing clients are skipped.
+
+        An error of the device is not the client's: without the clients that do not fit, the average would be another.
+        """
         size = self.federation.sizes[client]
         if self._is_dropped(round_index, client):
             return ClientReport.of_absent(DROPPED, size)
@@ -112,7 +116,7 @@ class Simulation(ServerRounds):
             batches = self.data.checked(client, next(fetched))
             return self._train_client(round_index, client, batches, learning_rate)
         except Exception as error:
-            if self.args.on_client_failure == "raise":
+            if self.args.on_client_failure == "raise" or is_device_error(error):
                 raise
             return ClientReport.of_absent(f"{type(error).__name__}: {error}".rstrip("."), size)
 

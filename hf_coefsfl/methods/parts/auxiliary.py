@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from ...protocol.devices import is_device_error
 from ...protocol.loss import LANGUAGE_MODELS, SPANS, LossSpec
 from ...protocol.messages import SmashedData
 from ...protocol.modes import evaluating
@@ -212,6 +213,8 @@ class AuxiliaryNetwork:
         try:
             used = _used_parameters(self.half, example_smashed(split))
         except Exception as error:
+            if is_device_error(error):
+                raise  # says nothing about the blocks
             raise ValueError(
                 f"{type(unwrapped(split.model)).__name__} does not run without its blocks after number "
                 f"{split.cut + num_blocks} ({error}). Set num_blocks to {split.num_blocks - split.cut}, all that the "
