@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from ...protocol.seeds import derive_seed, preserved_random_state, set_random_st
 from ...protocol.server_side import on_graph
 from ...split import ServerHalf, SplitModel
 from ...split.placeholders import example_inputs, unwrapped
+from ...split.precision import adapter_modules
 from ...split.surgery import clone, cut_path, drop_blocks
 
 HEADS = ("fc", "fc_lora", "mlp")
@@ -293,7 +294,7 @@ def _used_parameters(half: nn.Module, smashed: SmashedData) -> dict[str, nn.Para
 
 def _draw(half: nn.Module, base: Any) -> None:
     tuned: list[Any] = [module for module in half.modules() if isinstance(module, BaseTunerLayer)]
-    adapters = {id(m) for m in _adapter_modules(tuned)}
+    adapters = {id(m) for m in adapter_modules(half)}
     for module in reversed(list(half.modules())):  # from the inside out, as transformers does
         if id(module) in adapters or not any(True for _ in module.parameters()):
             continue
@@ -306,11 +307,3 @@ def _draw(half: nn.Module, base: Any) -> None:
         if hasattr(layer, "reset_lora_parameters"):
             for adapter in layer.active_adapters:
                 layer.reset_lora_parameters(adapter, True)
-
-
-def _adapter_modules(tuned: Iterable[nn.Module]) -> Iterable[nn.Module]:
-    for layer in tuned:
-        yield layer
-        for name, child in layer.named_children():
-            if name != "base_layer":
-                yield from child.modules()
