@@ -7,7 +7,7 @@ import math
 import shutil
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from ..federation.ledger import ClientReport
 from ..federation.sampling import sample_clients
 from ..federation.schedule import set_mode
 from ..federation.server import ServerRounds
-from ..protocol.devices import is_device_error
 from ..protocol.link import synchronize
 from ..protocol.loss import LossSpec
 from ..protocol.messages import Parameters
@@ -51,7 +50,6 @@ class _Round:
     turn: Turn
     weights: Parameters  # that clients begin with
     start: Tensor  # the weights that their server sides begin with
-    broken: list[BaseException] = field(default_factory=list)  # errors of the server's device: no client's fault
 
 
 class Deployment(ServerRounds):
@@ -162,10 +160,9 @@ class Deployment(ServerRounds):
                             deadlines[client].cancelled.set()
                     finished.wait(1.0)
         bar.close()
-        broken = [error for error in (self.courier.broken, *shared.broken) if error is not None]
-        if broken:  # the weights and checkpoints are those of the round before
+        if self.courier.broken is not None:  # the weights and checkpoints are those of the round before
             unflatten_(self.averaged(round_index), initial)
-            raise broken[0]
+            raise self.courier.broken
         reports = {client: outcomes[client][0] for client in clients}
         for client in [c for c in clients if reports[c].failure == NOT_NEEDED]:
             logger.info("Round %d, client %s: %s.", round_index + 1, self.clients.name(client), NOT_NEEDED)
@@ -212,8 +209,6 @@ class Deployment(ServerRounds):
             return ClientReport.of_absent(NOT_NEEDED, member.num_samples), None
         except BaseException as error:  # whatever it is: the round waits for this report
             deadline.cancelled.set()  # what still goes on in the background ends, too
-            if is_device_error(error) and not isinstance(error, MemoryError):  # of which a message may be the cause
-                shared.broken.append(error)
             return ClientReport.of_absent(f"{type(error).__name__}: {one_line(error)}", member.num_samples), None
 
     def _link(self, shared: _Round, client: int, deadline: Deadline) -> FlowerLink:

@@ -21,7 +21,6 @@ from hf_coefsfl.flower.transport import Courier, Deadline, Unanswered
 from hf_coefsfl.flower.wire import TransferError, content, header_of
 from hf_coefsfl.protocol.messages import SmashedData
 from hf_coefsfl.protocol.packing import Exchange, Store
-from hf_coefsfl.protocol.server_side import ServerSide
 from hf_coefsfl.protocol.wire import read_exchange, write_exchange
 from hf_coefsfl.split.surgery import Cut
 from tests.support.deployed import LONG, LocalGrid, Site
@@ -59,21 +58,6 @@ def test_whatever_a_clients_thread_raises(
     assert set(failures) == {"1", "2", "3", "4"}
     assert all(failures[str(i)].startswith(type(e).__name__) for i, e in enumerate(RAISED, start=1))
     assert "it says it has 1000001 samples, max_samples=1000000 are allowed" in caplog.text
-
-
-def test_an_error_of_the_servers_device_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no client's fault. Left out, the largest clients would never be trained with."""
-    site, full = Site(tmp_path), torch.OutOfMemoryError("CUDA out of memory")
-    forward = ServerSide.forward
-
-    def too_large(self: ServerSide, smashed: SmashedData, batch: int) -> Any:
-        if self.context.client == 1:
-            raise full
-        return forward(self, smashed, batch)
-
-    monkeypatch.setattr(ServerSide, "forward", too_large)
-    with pytest.raises(torch.OutOfMemoryError):
-        site.deployed(num_rounds=1)
 
 
 class FailingGrid(LocalGrid):
