@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from ..config import SplitFedConfig
 from ..methods import Method
 from ..protocol.client_side import ClientSide
+from ..protocol.devices import is_device_error
 from ..protocol.link import LocalLink, synchronize
 from ..protocol.seeds import preserved_random_state
 from ..protocol.server_side import ServerSide
@@ -77,7 +78,7 @@ class Simulation(ServerRounds):
         results: list[Any] = [None] * len(observers)
         for half in (self.split.client, self.split.server):
             set_mode(half, self.args)
-        with preserved_random_state():
+        with preserved_random_state(self.args.device):
             present = [client for client in mine if not self._is_dropped(round_index, client)]
             fetched = self.data.round(round_index, present)
             for client in tqdm(mine, desc=f"round {round_index + 1}: clients", leave=False, disable=not progress):
@@ -106,7 +107,8 @@ class Simulation(ServerRounds):
     ) -> tuple[ClientReport, Sequence[torch.Tensor]]:
         """Train a client on what is fetched next. Return its report, and its server's optimizer state if it is kept.
 
-        What it raises is reported if failing clients are skipped.
+        What it raises is reported if failing clients are skipped. An error of the device is not the client's: without
+        the clients that do not fit, the average would be another.
         """
         size = self.federation.sizes[client]
         if self._is_dropped(round_index, client):
@@ -115,7 +117,7 @@ class Simulation(ServerRounds):
             batches = self.data.checked(client, next(fetched))
             return self._train_client(round_index, client, batches, learning_rate)
         except Exception as error:
-            if self.args.on_client_failure == "raise":
+            if self.args.on_client_failure == "raise" or is_device_error(error):
                 raise
             return ClientReport.of_absent(f"{type(error).__name__}: {error}".rstrip("."), size), []
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..federation.schedule import local_optimizer, make_context
 from ..methods import Method
 from ..protocol.client_side import ClientSide
-from ..protocol.link import packed_upload
+from ..protocol.link import packed_upload, synchronize
 from ..protocol.messages import ClientResult, Feedback, Message, Parameters, SmashedData
 from ..protocol.packing import Exchange, Store
 from ..protocol.padding import kept_positions
@@ -85,7 +85,7 @@ class ClientRound:
         seconds = 0.0
         if any(call["do"] == "finish" for call in calls[:-1]):
             raise TransferError("a round goes on after its end")
-        with preserved_random_state():
+        with preserved_random_state(self.node.config.device):
             if self.sequence == 0:
                 self._begin(payload)
                 payload = None
@@ -101,6 +101,7 @@ class ClientRound:
                     self._finish(outbox)
                 else:
                     raise TransferError(f"there is no call {call['do']!r}")
+                synchronize(self.node.config.device)
                 seconds += time.perf_counter() - start
         if calls and calls[-1]["do"] == "finish":
             for name in (_TENSORS, _STATE, _UPLOAD, _INITIAL):

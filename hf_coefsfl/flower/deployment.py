@@ -149,7 +149,7 @@ class Deployment(ServerRounds):
                 finished.notify()
                 bar.update()
 
-        with preserved_random_state():
+        with preserved_random_state(self.args.device):
             for client in clients:
                 deadlines[client] = Deadline(self.options.round_timeout)
                 threading.Thread(target=work, args=(client,), daemon=True).start()

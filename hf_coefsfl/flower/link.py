@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..federation.averaging import flatten, unflatten_
 from ..protocol.context import RoundContext
-from ..protocol.link import ClientLink
+from ..protocol.link import ClientLink, synchronize
 from ..protocol.messages import ClientResult, Message, Parameters, SmashedData
 from ..protocol.packing import Exchange
 from ..protocol.padding import kept_positions
@@ -83,10 +83,13 @@ class Turn:
         unflatten_(self.parameters, weights)
 
     def _end(self, client: int) -> None:
-        self.seconds[client] = self.seconds.get(client, 0.0) + time.perf_counter() - self._since
-        with self._changed:
-            self._holder = None
-            self._changed.notify_all()
+        try:
+            synchronize(self.parameters[0].device)
+            self.seconds[client] = self.seconds.get(client, 0.0) + time.perf_counter() - self._since
+        finally:  # a broken accelerator raises, and others still wait
+            with self._changed:
+                self._holder = None
+                self._changed.notify_all()
 
 
 class _SharedTurns(Exchange[SmashedData]):

@@ -19,7 +19,7 @@ from ..protocol.server_side import ServerSide
 from .base import ClientState, Method, above_zero, at_least, expect, option
 from .parts.auxiliary import AuxiliaryNetwork, example_smashed
 from .parts.costs import RoundKind, StoredWork, Workload
-from .parts.math_attention import differentiable_attention
+from .parts.math_attention import check_attention, differentiable_attention
 
 if TYPE_CHECKING:
     from ..split import SplitModel
@@ -103,7 +103,8 @@ class FSLSAGE(Method):
         return min(self.buffer_size, sum(work.sizes[:: self.buffer_every]))
 
     def setup(self, split: SplitModel, loss_spec: LossSpec, seed: int, first_round: int = 0) -> None:
-        """Build the network that all clients start from."""
+        """Build the network that all clients start from; its alignment differentiates it twice."""
+        check_attention(split.model, self.title)
         select(example_smashed(split), torch.tensor([0]))  # refuses what the buffer could not hold
         self.first_round = first_round
         # One module for all clients: their weights are loaded before each use.

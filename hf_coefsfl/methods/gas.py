@@ -96,8 +96,7 @@ class GAS(ReusedFeedback):
     def magnitude(self, kept: Mapping[str, Tensor]) -> float:
         """Return the root mean square of the activations that the statistics of an upload describe."""
         moments = from_tensors(kept).values()
-        squares = [(m.variance.double() + m.mean.double().square()).flatten(1).mean(1) for m in moments]
-        total = sum(float((m.weight * square).sum()) for m, square in zip(moments, squares, strict=True))
+        total = sum(float((m.weight * m.mean_square()).sum()) for m in moments)
         count = sum(float(m.weight.sum()) for m in moments)
         return (total / count) ** 0.5 if count else 0.0
 

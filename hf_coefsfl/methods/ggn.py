@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,8 +14,11 @@ from ..protocol.messages import Feedback, SmashedData
 from ..protocol.server_side import ServerSide, on_graph
 from .base import at_least, option
 from .parts.lanczos import leading_eigenpairs
-from .parts.math_attention import differentiable_attention
+from .parts.math_attention import check_attention, differentiable_attention
 from .reuse import GradientReuse
+
+if TYPE_CHECKING:
+    from ..split import SplitModel
 
 
 @dataclass
@@ -37,6 +40,10 @@ class GGN(GradientReuse):
     def check_loss(self, loss_spec: LossSpec) -> None:
         """Refuse a loss whose Hessian w.r.t. the output is not known."""
         loss_spec.check_curvature(self.title)
+
+    def setup(self, split: SplitModel, loss_spec: LossSpec, seed: int, first_round: int = 0) -> None:
+        """Refuse attention that can be differentiated once only."""
+        check_attention(split.model, self.title)
 
     def feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
         """Return g₀ and √Θ U (b, rank, *s)."""

@@ -51,7 +51,7 @@ class RoundContext:
     def synchronize_masks(self, half: nn.Module, stream: str, batch: int) -> None:
         """Make every pass of a half over a batch draw the same dropout masks, so that s − s₀ holds no noise."""
         if half.training:
-            set_random_state(self.derive_seed(stream, batch))
+            set_random_state(self.derive_seed(stream, batch), self.device)
 
 
 @dataclass

@@ -57,8 +57,9 @@ class Message:
         return self.map(torch.Tensor.detach)
 
     def to(self: M, device: torch.device | str) -> M:
-        """Return the message with its tensors on `device`."""
-        return self.map(lambda t: t.to(device, non_blocking=True))
+        """Return the message with its tensors on `device`. Copies to the CPU are awaited, before they can be read."""
+        awaited = torch.device(device).type == "cpu"
+        return self.map(lambda t: t.to(device, non_blocking=not awaited))
 
 
 @dataclass(frozen=True)

@@ -249,10 +249,18 @@ def _convert(values: Tensor, dtype: str) -> tuple[Tensor, Tensor | None]:
     if not values.numel():
         return values.to(getattr(torch, dtype)), None
     if dtype == "float16":
-        # frexp: largest = mantissa * 2**exponent. A power of two changes no bit of the mantissas.
-        exponent = torch.frexp(values.abs().amax()).exponent.clamp(min=-100)
-        scale = torch.ldexp(torch.ones((), device=values.device), exponent) / _LARGEST
+        scale = _power_above(values.abs().amax()) / _LARGEST  # a power of two changes no bit of the mantissas
         return (values / scale).to(torch.float16), scale
     largest = values.abs().amax(-1, keepdim=True).float()
     scale = torch.where(largest == 0, torch.ones_like(largest), largest / 127)
     return (values / scale).round().to(torch.int8), scale
+
+
+def _power_above(largest: Tensor) -> Tensor:
+    """Return the power of two above a number, at least 2**-100; 1 for 0, NaN and infinity.
+
+    It is made of the bits of the exponent: MPS has neither `frexp` nor exact powers.
+    """
+    kind, exponent = (torch.int64, 0x7FF0 << 48) if largest.dtype == torch.float64 else (torch.int32, 0x7F80 << 16)
+    power = 2 * (largest.view(kind) & exponent).view(largest.dtype)
+    return torch.where(largest.isfinite() & (largest != 0), power.float().clamp(min=2.0**-100), 1.0)

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from .devices import is_accelerator
+
 # The streams of random numbers drawn from one run seed; their order is part of every result.
 _STREAMS = (
     "clients",
@@ -30,11 +32,12 @@ def derive_seed(seed: int, stream: str, *key: int) -> int:
     return (int(words[0]) << 31) | (int(words[1]) >> 1)
 
 
-def set_random_state(seed: int) -> None:
-    """Seed every generator a forward pass may use: torch's on all devices, NumPy's and Python's."""
+def set_random_state(seed: int, device: torch.device = torch.device("cpu")) -> None:
+    """Seed every generator that a forward pass on `device` may use: torch's, NumPy's and Python's."""
     set_cpu_random_state(seed)
-    if torch.accelerator.is_available():
-        torch.get_device_module().manual_seed_all(seed)
+    if is_accelerator(device):
+        module = torch.get_device_module(device)
+        getattr(module, "manual_seed_all", module.manual_seed)(seed)  # MPS has one device, and no such function
 
 
 def set_cpu_random_state(seed: int) -> None:
@@ -46,10 +49,11 @@ def set_cpu_random_state(seed: int) -> None:
 
 
 @contextmanager
-def preserved_random_state() -> Iterator[None]:
-    """Give the caller's random state back at the end, whatever was seeded inside."""
+def preserved_random_state(device: torch.device = torch.device("cpu")) -> Iterator[None]:
+    """Give the caller's random state back at the end, of the CPU and of `device`, whatever was seeded inside."""
     states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
+    devices = [device] if is_accelerator(device) else []  # not all that are visible: others may be another process's
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cpu"):
         yield
     random.setstate(states[0])
     np.random.set_state(states[1])

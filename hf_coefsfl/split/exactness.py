@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..protocol.devices import is_device_error, widest_float
 from ..protocol.modes import evaluating, training
 from .block_arguments import leaves
 from .placeholders import no_cache
@@ -63,7 +64,9 @@ def training_gap(split: SplitModel, inputs: dict[str, Any]) -> Gap | None:
         random_state = RandomState(next(split.model.parameters()).device)
         try:
             expected = _run_unsplit(split, inputs)
-        except Exception:
+        except Exception as error:
+            if is_device_error(error):
+                raise
             return None
         random_state.restore()
         return _gap(expected, _run_halves(split, inputs))
@@ -124,12 +127,12 @@ def _sketch(gradient: Tensor) -> list[Tensor]:
     """
     gradient = gradient.detach().to_dense()
     if gradient.dim() < 2:
-        return [gradient.double().nan_to_num(0, 0, 0)]
+        return [gradient.to(widest_float(gradient.device)).nan_to_num(0, 0, 0)]
     matrix = gradient.flatten(1)
     matrix = matrix if matrix.dtype == torch.float64 else matrix.float()
     rows, columns = matrix.shape
     products = matrix @ _random(columns, matrix), _random(rows, matrix) @ matrix
-    return [product.double().nan_to_num(0, 0, 0) for product in products]
+    return [product.to(widest_float(gradient.device)).nan_to_num(0, 0, 0) for product in products]
 
 
 def _random(count: int, like: Tensor) -> Tensor:
@@ -165,7 +168,7 @@ def _output_gap(a: dict[str, Any], b: dict[str, Any]) -> float:
                 continue
             return float("inf")
         if x.numel() and not same(x, y):
-            x, y = x.double(), y.double()
+            x, y = x.to(widest_float(x.device)), y.to(widest_float(x.device))
             gap = float((x - y).abs().nan_to_num(nan=float("inf")).max() / x.abs().nan_to_num().max().clamp(min=1e-12))
             worst = max(worst, gap)
     return worst

@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .blocks import members
 from .placeholders import unwrapped
+from .precision import bridge_dtypes
 from .sources import side_folder
 from .surgery import Cut, cut_path, handover_path, make_client, make_server
 
@@ -118,6 +119,7 @@ def _load(folder: Path, side: str) -> tuple[nn.Module, Cut]:
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder / _TENSORS} cannot be read ({error}). Copy or write the half anew.") from error
     _fill(model, tensors, set(description["trainable"]))
+    bridge_dtypes(model)
     return model.eval(), cut
 
 

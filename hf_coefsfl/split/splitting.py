@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..protocol.devices import is_device_error
 from ..protocol.messages import SmashedData
 from ..protocol.modes import evaluating, training
 from .blocks import check_cut, find_blocks, members
@@ -127,9 +127,9 @@ def _split_exactly(model: nn.Module, path: str, container: nn.Module, cut: int, 
                 problem = gap.describe(tolerance)
             if problem is None:
                 return split
-        except torch.OutOfMemoryError:
-            raise  # says nothing about the cut
         except Exception as error:  # whatever the model raises on placeholders, the answer is the same: not this one
+            if is_device_error(error):
+                raise  # says nothing about the cut
             problem = error
     raise ValueError(
         f"{kind} cannot be cut after block {cut} of {path!r}: on an example, client then server do not compute what "
@@ -154,11 +154,13 @@ def _run_example(model: nn.Module, path: str, container: nn.Module, cut: int, in
     try:
         with evaluating(model):
             record = record_run(model, container, cut, inputs | no_cache(model))
-        with training(model), suppress(Exception):  # the example may be too small to train on
-            model(**(inputs | no_cache(model)))
+        with training(model):
+            _train_example(model, inputs)
     except ValueError as error:
         raise ValueError(f"{kind} cannot be cut in {path!r}: {error}") from error
     except Exception as error:
+        if is_device_error(error):
+            raise  # says nothing about the cut
         raise ValueError(
             f"{kind} could not run on an example with {sorted(inputs)}: {error}. "
             "Pass a small batch it can run on as `example_inputs={...}`."
@@ -176,6 +178,15 @@ def _run_example(model: nn.Module, path: str, container: nn.Module, cut: int, in
             "not once after the blocks before it: blocks are shared or skipped. Name another list with `blocks=`."
         )
     return record
+
+
+def _train_example(model: nn.Module, inputs: dict[str, Any]) -> None:
+    """Run the unsplit model in training mode, if the example is not too small for that."""
+    try:
+        model(**(inputs | no_cache(model)))
+    except Exception as error:
+        if is_device_error(error):
+            raise
 
 
 def _rebuilt_arguments(model: nn.Module, plan: Cut, inputs: dict[str, Any], record: Record) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..protocol.devices import is_accelerator
 from .block_arguments import graft, named_arguments, replace_arguments
 
 _REMEMBERED = 64  # shapes of calls; texts come in many lengths
@@ -38,7 +39,7 @@ class RandomState:
     def __init__(self, device: torch.device) -> None:
         self._cpu = torch.get_rng_state()
         self._numpy = np.random.get_state()  # SpecAugment of the audio models
-        self._device = device if device.type not in ("cpu", "meta") else None
+        self._device = device if is_accelerator(device) else None
         if self._device is not None:
             self._accelerator = torch.get_device_module(self._device).get_rng_state(self._device)
 

@@ -18,7 +18,7 @@ from datasets import ClassLabel, Dataset, Features, Image
 from huggingface_hub.constants import HF_HOME
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
-from ..protocol.seeds import preserved_random_state
+from ..protocol.seeds import preserved_random_state, set_random_state
 
 DATASET, MODEL = "digits", "digits-vit"
 _PUBLIC, _TEST = 500, 400
@@ -77,7 +77,7 @@ def _pretrain(folder: Path) -> None:
         id2label={digit: str(digit) for digit in range(5)},
     )  # fmt: skip
     with preserved_random_state():
-        torch.manual_seed(0)
+        set_random_state(0)
         model = ViTForImageClassification(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for _ in range(_PRETRAINING_STEPS):

@@ -35,6 +35,7 @@ from .checkpoints import (
     seal,
 )
 from .identity import Record, compare, identity_of, read_identity, schedule_changes, write_identity
+from .launching import at_work
 from .output_folder import (
     ARGS_NAME,
     SUMMARY_NAME,
@@ -81,7 +82,7 @@ class ResumingTrainer(Trainer):
         """
         if self.rounds is None:
             raise ValueError("Training needs a train_dataset.")
-        with self.holding_folder():
+        with at_work(), self.holding_folder():
             checkpoint = self._resumed = self._in_main_process(lambda: self._begin(resume_from_checkpoint))
             told = self.args.make_method().defaults_of_run(self.args.per_device_train_batch_size)
             if told and self.is_world_process_zero():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import math
 import os
@@ -13,7 +12,7 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from safetensors.torch import save_file
-from torch import distributed, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, Trainer, set_seed
 from transformers.utils import is_in_notebook
@@ -32,12 +31,14 @@ from ..federation.simulation import Simulation
 from ..protocol.loss import LossSpec
 from ..split import split_model
 from ..split.lora import default_lora, save_halves, trainable_sides
+from ..split.precision import train_in_float32
 from .checkpoints import LEDGER_NAME, PROBE_NAME, STATE_NAME, is_checkpoint
 from .compilation import compile_blocks
 from .evaluation import EvaluatingTrainer
 from .hub import SharingTrainer, check_token
-from .launching import check_processes
+from .launching import check_processes, set_timeout
 from .model_card import write_card
+from .placement import check_one_device, check_recomputation
 from .resuming import ResumingTrainer
 from .weights import adopt_class_names, note_base_path
 
@@ -45,13 +46,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 logger = logging.getLogger(__name__)
-
-
-@atexit.register
-def _leave_gloo() -> None:
-    """End gloo's threads in order: a process that finishes while they still run is aborted now and then."""
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "gloo":
-        distributed.destroy_process_group()
 
 
 class SplitFedTrainer(ResumingTrainer, EvaluatingTrainer, SharingTrainer):
@@ -103,6 +97,7 @@ class SplitFedTrainer(ResumingTrainer, EvaluatingTrainer, SharingTrainer):
             )
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         args.make_method().check_loss(LossSpec.of(base, []))  # before the model is touched
+        check_one_device(base)
         if args.staleness_probe:
             check_probe(args.make_method())
         if args.push_to_hub and args.process_index == 0:
@@ -112,9 +107,13 @@ class SplitFedTrainer(ResumingTrainer, EvaluatingTrainer, SharingTrainer):
             adopt_class_names(base, self.federation.datasets[0])
         model = self._with_adapter(model, args, peft_config)
         note_base_path(model)
+        check_recomputation(model, args)
+        if widened := train_in_float32(model):
+            logger.info("%d trained tensors are bfloat16. They are kept and trained in float32.", widened)
         if args.device.type == "cpu" and any(p.dtype == torch.bfloat16 for p in model.parameters()):
             check_bfloat16("A model with bfloat16 weights")
         check_processes(args)
+        set_timeout(args)
         args._n_gpu = min(args.n_gpu, 1)  # one device a process: clients are spread, not batches
         super().__init__(
             model=model,

@@ -11,6 +11,7 @@ import torch
 from hf_coefsfl import SplitFedConfig, SplitFedTrainer
 from hf_coefsfl.federation.sampling import assign_clients, is_dropped
 from hf_coefsfl.federation.schedule import set_mode
+from hf_coefsfl.federation.simulation import Simulation
 from tests.support.faulty import Faulty
 from tests.support.federated import images, rounds, same, trainer, weights
 
@@ -75,6 +76,32 @@ def test_by_default_a_failure_is_an_error(tmp_path: Path, fault: str) -> None:
     with pytest.raises(ValueError, match=message):
         run.train()
     assert same(before, weights(run))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+    ],
+    ids=repr,
+)
+def test_a_client_that_does_not_fit_is_not_skipped(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else all rounds would train without the largest clients."""
+    run, train = federation(tmp_path, {}, on_client_failure="skip"), Simulation._train_client
+
+    def too_large(self: Simulation, round_index: int, client: int, *rest: Any) -> Any:
+        if client == 2:
+            raise error
+        return train(self, round_index, client, *rest)
+
+    monkeypatch.setattr(Simulation, "_train_client", too_large)
+    with pytest.raises(type(error)) as raised:
+        run.train()
+    assert raised.value is error
 
 
 def test_a_round_without_survivors_keeps_the_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,8 @@ from hf_coefsfl.methods.parts.lanczos import leading_eigenpairs
 from hf_coefsfl.protocol.link import LocalLink
 from hf_coefsfl.protocol.loss import LossSpec
 from hf_coefsfl.protocol.messages import SmashedData
-from tests.support.federated import trainer, weights
+from hf_coefsfl.split import split_model
+from tests.support.federated import images, tiny_vit, trainer, weights
 from tests.support.selection import slow_except
 from tests.support.toy import (
     CAUSAL,
@@ -186,8 +187,6 @@ def test_down_link(method: str, factor: int) -> None:
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_ggn_through_a_real_model(tmp_path: Path, attention: str) -> None:
     """sdpa's fused kernel has no second derivative: the method must not use it."""
-    from tests.support.federated import tiny_vit
-
     model = tiny_vit(attn_implementation=attention)
     run = trainer(tmp_path, model, method="ggn", num_rounds=2)
     run.train()
@@ -195,9 +194,21 @@ def test_ggn_through_a_real_model(tmp_path: Path, attention: str) -> None:
     assert run.state.log_history[1]["correction_ratio"] > 0
 
 
-def test_ggn_of_bfloat16_weights(tmp_path: Path) -> None:
-    from tests.support.federated import images, tiny_vit
+@pytest.mark.parametrize("name", ["ggn", "fsl_sage"])
+def test_attention_without_a_second_derivative_is_refused(name: str) -> None:
+    split = split_model(tiny_vit(), 2)
+    loss_spec = LossSpec.of(split.model, ["labels"])
+    for kernel in ("flash_attention_2", "flash_attention_3", "kernels-community/flash-attn", "flex_attention"):
+        split.model.config._attn_implementation = kernel
+        with pytest.raises(ValueError, match=rf"twice.*attn_implementation='{kernel}'.*'sdpa' or 'eager'"):
+            make_method(name).setup(split, loss_spec, seed=0)
+        make_method("hutchinson").setup(split, loss_spec, seed=0)  # differences of gradients need one derivative
+    for kernel in ("eager", "sdpa"):
+        split.model.config._attn_implementation = kernel
+        make_method(name).setup(split, loss_spec, seed=0)
 
+
+def test_ggn_of_bfloat16_weights(tmp_path: Path) -> None:
     data = images().map(lambda row: row).with_format("torch")
     run = trainer(
         tmp_path,

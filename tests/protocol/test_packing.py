@@ -18,7 +18,7 @@ from hf_coefsfl.methods import make_method
 from hf_coefsfl.methods.parts.auxiliary import example_smashed
 from hf_coefsfl.protocol.link import LocalLink
 from hf_coefsfl.protocol.messages import Feedback, SmashedData
-from hf_coefsfl.protocol.packing import EXCHANGE_DTYPES, Store
+from hf_coefsfl.protocol.packing import EXCHANGE_DTYPES, Store, _power_above
 from hf_coefsfl.protocol.padding import ignores_padding, kept_positions
 from tests.support.federated import same, texts, tiny_bert, trainer, weights
 from tests.support.packed import packed, texts_run, values
@@ -46,6 +46,15 @@ def test_rounding(dtype: str, scale: float) -> None:
     size = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}[dtype] * t.numel()
     scales = {"float16": 4, "int8": 4 * 15}.get(dtype, 0)  # one for all, one a token
     assert exchange.nbytes() == {"gradients": size + scales}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_scale_of_float16_is_that_of_frexp(dtype: torch.dtype) -> None:
+    special = [0.0, 1.0, 0.5, 2.0**-99, 2.0**-100, 2.0**-101, 1e-40, 1e-45, 3e38, 2.0**127, float("nan"), float("inf")]
+    drawn = torch.randn(500, generator=torch.Generator().manual_seed(0), dtype=dtype).abs()
+    for number in [*torch.tensor(special, dtype=dtype), *drawn, *(drawn * 1e-20), 1 - drawn[0] * 1e-12]:
+        expected = torch.ldexp(torch.ones(()), torch.frexp(number).exponent.clamp(min=-100))
+        assert torch.equal(_power_above(number), expected), number
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

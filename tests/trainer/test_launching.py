@@ -4,14 +4,19 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
-from hf_coefsfl.trainer.launching import check_processes
+from hf_coefsfl.trainer import launching
+from hf_coefsfl.trainer.launching import at_work, check_processes, set_timeout
 from tests.support.federated import config, rounds, same, trainer, weights
 from tests.support.paths import ROOT
 
@@ -25,6 +30,42 @@ def test_processes_that_do_not_know_of_each_other(tmp_path: Path, monkeypatch: p
     alone: Any = SimpleNamespace(world_size=1, process_index=0, output_dir="out")
     with pytest.raises(ValueError, match=rf"2 processes were started .* runs alone.* use_cpu=True, or .*{WORKS}"):
         check_processes(alone)
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Any]:
+    """A process group of this process alone."""
+    address = f"file://{tmp_path / 'group'}"
+    distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1, timeout=timedelta(seconds=60))
+    yield distributed.group.WORLD
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def test_the_timeout_holds_for_a_group_that_is_open(group: Any) -> None:
+    def seconds() -> float:
+        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+    assert seconds() == 60
+    set_timeout(SimpleNamespace(ddp_timeout_delta=timedelta(seconds=7)))  # type: ignore[arg-type]
+    assert seconds() == 7
+
+
+@pytest.mark.parametrize(
+    ("backend", "failed", "closed"),
+    [("gloo", False, True), ("gloo", True, True), ("nccl", False, True), ("nccl", True, False)],
+)
+def test_a_group_is_closed_at_the_end(
+    backend: str, failed: bool, closed: bool, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "get_backend", lambda: backend)
+    monkeypatch.delattr(sys, "last_value", raising=False)  # of an earlier test
+    monkeypatch.setattr(launching, "_at_work", False)
+    with suppress(OSError), at_work():
+        if failed:
+            raise OSError("no space is left")
+    launching._leave_group()
+    assert distributed.is_initialized() is not closed
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from ...protocol.devices import is_device_error
 from ...protocol.loss import LANGUAGE_MODELS, SPANS, LossSpec
 from ...protocol.messages import SmashedData
 from ...protocol.modes import evaluating
@@ -21,6 +22,7 @@ from ...protocol.seeds import derive_seed, preserved_random_state, set_random_st
 from ...protocol.server_side import on_graph
 from ...split import ServerHalf, SplitModel
 from ...split.placeholders import example_inputs, unwrapped
+from ...split.precision import adapter_modules
 from ...split.surgery import clone, cut_path, drop_blocks
 
 HEADS = ("fc", "fc_lora", "mlp")
@@ -30,7 +32,8 @@ _CLASS_TOKENS = ("cls_token", "class_embedding", "class_token")
 
 def example_smashed(split: SplitModel) -> SmashedData:
     """Return what the client half makes of an example batch: the shapes at the cut."""
-    with torch.no_grad(), evaluating(split.client), preserved_random_state():
+    device = next(split.client.parameters()).device
+    with torch.no_grad(), evaluating(split.client), preserved_random_state(device):
         smashed: SmashedData = split.client(**example_inputs(split.model))
     return smashed.detach()
 
@@ -211,6 +214,8 @@ class AuxiliaryNetwork:
         try:
             used = _used_parameters(self.half, example_smashed(split))
         except Exception as error:
+            if is_device_error(error):
+                raise  # says nothing about the blocks
             raise ValueError(
                 f"{type(unwrapped(split.model)).__name__} does not run without its blocks after number "
                 f"{split.cut + num_blocks} ({error}). Set num_blocks to {split.num_blocks - split.cut}, all that the "
@@ -289,7 +294,7 @@ def _used_parameters(half: nn.Module, smashed: SmashedData) -> dict[str, nn.Para
 
 def _draw(half: nn.Module, base: Any) -> None:
     tuned: list[Any] = [module for module in half.modules() if isinstance(module, BaseTunerLayer)]
-    adapters = {id(m) for m in _adapter_modules(tuned)}
+    adapters = {id(m) for m in adapter_modules(half)}
     for module in reversed(list(half.modules())):  # from the inside out, as transformers does
         if id(module) in adapters or not any(True for _ in module.parameters()):
             continue
@@ -302,11 +307,3 @@ def _draw(half: nn.Module, base: Any) -> None:
         if hasattr(layer, "reset_lora_parameters"):
             for adapter in layer.active_adapters:
                 layer.reset_lora_parameters(adapter, True)
-
-
-def _adapter_modules(tuned: Iterable[nn.Module]) -> Iterable[nn.Module]:
-    for layer in tuned:
-        yield layer
-        for name, child in layer.named_children():
-            if name != "base_layer":
-                yield from child.modules()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...protocol.devices import widest_float
 from ...protocol.tensors import over
 
 VARIANCE_FLOOR = 1e-5  # added at each update, so that no variance is zero
@@ -36,6 +37,11 @@ class Moments:
         divisor = over(count.clamp(min=1), values[0])
         mean = values.sum(0) / divisor
         return cls(count, mean, (values - mean).square().masked_fill(padding, 0.0).sum(0) / divisor)
+
+    def mean_square(self) -> Tensor:
+        """Return (T,), the mean square of the activations at each position, as precise as the device can."""
+        dtype = widest_float(self.mean.device)
+        return (self.variance.to(dtype) + self.mean.to(dtype).square()).flatten(1).mean(1)
 
     def scaled(self, factor: float) -> Moments:
         """Return the same moments with `factor` times the weight."""

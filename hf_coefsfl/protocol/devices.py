@@ -1,0 +1,27 @@
+"""What differs between devices, and which errors are the device's own."""
+
+from __future__ import annotations
+
+import torch
+
+_CPU_LIKE = ("cpu", "meta")
+_DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError)
+# What devices without an error class of their own say, and PyTorch's allocator of the main memory.
+_DEVICE_WORDS = ("out of memory", "can't allocate memory", "CUDA error", "HIP error", "XPU error")
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether a device has a queue and random numbers of its own."""
+    return device.type not in _CPU_LIKE
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return the most precise floating-point dtype that a device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Return whether an error says that the device is full or broken, and so nothing about what was computed."""
+    if type(error) is RuntimeError:  # not of a class whose words may be a client's
+        return any(words in str(error) for words in _DEVICE_WORDS)
+    return isinstance(error, _DEVICE_ERRORS)
