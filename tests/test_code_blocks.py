@@ -35,6 +35,7 @@ NOT_RUN = {
     "export": "a variable of the shell",
     "kill": "ends a job of the shell",
     "python benchmarks/when_it_pays.py": "reads hours of runs",
+    "python benchmarks/smollm2.py": "needs packages of PyPI; tests/tasks/test_conversations.py has its questions",
     "python recipes/flower/example.py": "tests/flower/test_network.py runs it",
     "python -m hf_coefsfl.flower.supernode": "a process that waits; tests/flower/test_network.py runs it",
     "coefsfl split": "tests/flower/test_network.py runs it",
