@@ -1,4 +1,4 @@
-"""Fine-tunes a decoder on prompts and completions with CoeF-P. Only the completions have a loss.
+"""Fine-tunes a decoder on prompts and completions, or on conversations, with CoeF-P. Only the answers have a loss.
 
     accelerate launch recipes/causal_lm_coefp.py
 

@@ -95,12 +95,24 @@ class Cell:
 
 
 def score(summary: Summary) -> float:
-    """Return the mean of the final scores, by which learning rates are chosen. Larger is better."""
-    values = [float(value) for value in summary["scores"].values() if value is not None]
+    """Return the mean of the final scores, by which learning rates are chosen. Larger is better.
+
+    If less of some scores is better and more of others, only those like the first one count.
+    """
+    higher = summary.get("higher_is_better", True)
+    alike = [value for name, value in summary["scores"].items() if more_is_better(summary, name) == higher]
+    values = [float(value) for value in alike if value is not None]
     mean = sum(values) / len(values) if values else math.nan
     if math.isnan(mean):  # a run that diverged ranks last
         return -math.inf
-    return mean if summary.get("higher_is_better", True) else -mean
+    return mean if higher else -mean
+
+
+def more_is_better(summary: Summary, name: str) -> bool:
+    """Return whether more of a score is better. Before version 0.3, a summary said it of all its scores at once."""
+    if "lower_is_better" in summary:
+        return name not in summary["lower_is_better"]
+    return bool(summary.get("higher_is_better", True))
 
 
 def expand(spec: Spec) -> list[Cell]:

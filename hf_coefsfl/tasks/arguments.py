@@ -65,6 +65,13 @@ class CompletionArguments(TextArguments):
     """Options of language modelling."""
 
     max_length: int = field(default=512, metadata={"help": "Tokens of prompt and completion; longer ones are cut."})
+    max_new_tokens: int = field(
+        default=0,
+        metadata={
+            "help": "Also have the model answer the prompts in each evaluation, greedily and with at most so many "
+            "tokens, and score exact match and F1. 0: do not."
+        },
+    )
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +34,8 @@ class Prepared:
     data_collator: Callable[[list[dict[str, Any]]], dict[str, Any]]
     compute_metrics: Callable[[Any], dict[str, float]]
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None
-    metric_names: tuple[str, ...] = ()  # what compute_metrics returns
+    metric_names: tuple[str, ...] = ()  # what compute_metrics and further_metrics return
+    further_metrics: Callable[[Any, Dataset, str], dict[str, float]] | None = None  # see `EvaluatingTrainer`
 
 
 class FineTuningTask:
@@ -51,7 +52,7 @@ class FineTuningTask:
     auto_model: ClassVar[Any]
     label_role: ClassVar[str] = "label"
     default_metrics: ClassVar[tuple[str, ...]] = ("accuracy",)
-    higher_is_better: ClassVar[bool] = True
+    lower_is_better: ClassVar[tuple[str, ...]] = ()  # metrics of which less is better
     remove_unused_columns: ClassVar[bool] = True
     truncates: ClassVar[bool] = False  # whether texts are cut off at max_length tokens
 
@@ -86,6 +87,11 @@ class FineTuningTask:
         """The metrics that tables show, and their titles there."""
         return {name: name for name in self.scoring.scales}
 
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether more of the first metric is better."""
+        return next(iter(self.reported)) not in self.lower_is_better
+
     def scale(self, metric: str) -> float:
         """Return what tables multiply a metric by: they are in percent."""
         return self.scoring.scales.get(metric, 1.0)
@@ -100,6 +106,10 @@ class FineTuningTask:
                 raise ValueError(f"columns={item!r} is not role=column.{near} The roles here are {', '.join(roles)}.")
             roles[role] = column
         return roles
+
+    def roles_in(self, columns: Sequence[str], given: Collection[str]) -> dict[str, str]:
+        """Return the roles to read from a dataset with these columns, and the column of each; some were `given`."""
+        return self.roles
 
     def prepare(self, seed: int, *, train: bool = True, evaluation: bool = True) -> Prepared:
         """Load the dataset and the model, and preprocess.
@@ -174,7 +184,10 @@ class FineTuningTask:
         limits = dict.fromkeys(chosen, arguments.max_eval_samples) | {"train": arguments.max_train_samples}
         given = {item.partition("=")[0] for item in arguments.columns or []}
         rows = {name: shortened(splits, split, limits[name], self.dataset_id) for name, split in chosen.items()}
-        picked = {name: pick(part, self.roles, given, self.task.optional_roles) for name, part in rows.items()}
+        picked = {
+            name: pick(part, self.roles_in(part.column_names, given), given, self.task.optional_roles)
+            for name, part in rows.items()
+        }
         for name in () if train and evaluation else ("validation",) if train else ("train",):
             picked[name] = next(iter(picked.values())).select([])
         if self.keep is not None and train:

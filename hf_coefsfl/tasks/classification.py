@@ -24,8 +24,12 @@ class TextTask(FineTuningTask):
         for name, rows in found.items():
             where = "the training set" if name == "train" else name
             for role in [role for role in self.text_roles if role in rows.column_names]:
-                check_texts(rows, role, where, missing=role not in self.needed_texts)
+                self.check_column(rows, role, where)
         return found
+
+    def check_column(self, rows: Dataset, role: str, where: str) -> None:
+        """Refuse a column that does not hold what its role needs."""
+        check_texts(rows, role, where, missing=role not in self.needed_texts)
 
     @property
     def text_roles(self) -> tuple[str, ...]:

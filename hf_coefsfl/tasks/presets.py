@@ -119,12 +119,12 @@ QUESTIONS = Task(
 )
 COMPLETIONS = Task(
     name="causal_lm",
-    summary="Completions of prompts. Data without a prompt column has its loss on every token.",
+    summary="Completions of prompts, or answers in conversations. Data without prompts has its loss on every token.",
     implementation=".causal_lm:CausalLM",
     arguments=CompletionArguments,
     model_name_or_path="HuggingFaceTB/SmolLM2-135M",
-    columns={"prompt": "prompt", "completion": "completion"},
-    optional_roles=("prompt",),
+    columns={"prompt": "prompt", "completion": "completion", "messages": "messages"},
+    optional_roles=("prompt", "completion", "messages"),  # `CausalLM.roles_in` asks for what is needed
     scores=("perplexity",),
     dataset_name="trl-lib/tldr",
     labels_are_text=True,

@@ -152,6 +152,7 @@ def make_trainer(
         preprocess_logits_for_metrics=prepared.preprocess_logits_for_metrics,
         peft_config=lora,
     )
+    trainer.further_metrics = prepared.further_metrics
     return trainer, list(evals)
 
 
@@ -196,6 +197,7 @@ def summarize(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str
     metrics = final_results(trainer)
     assert trainer.clients is not None
     weights = Weights.of(trainer)
+    lower = tuple(f"_{name}" for name in job.lower_is_better)
     return {
         "task": job.name,
         "title": job.title,
@@ -218,7 +220,8 @@ def summarize(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str
         "exchange_dtype": args.exchange_dtype,
         "seed": args.seed,
         "scores": job.scores(metrics, evaluated),
-        "higher_is_better": job.higher_is_better,
+        "higher_is_better": job.higher_is_better,  # of the first score
+        "lower_is_better": list(job.scores({k: v for k, v in metrics.items() if k.endswith(lower)}, evaluated)),
         "metrics": metrics,
         "curve": _curve(trainer, job, evaluated),
         "weights": {"round": weights.round, "best": weights.best, "mib": weights.mib},

@@ -24,6 +24,8 @@ class EvaluatingTrainer(Trainer):
     """
 
     row_check: RowCheck
+    # What else is measured after each evaluation, given the trainer, the dataset and the prefix of the metrics' names.
+    further_metrics: Callable[[Trainer, Any, str], dict[str, float]] | None = None
     _evaluated = 0  # batches of this process in this evaluation
 
     def check_evaluation_data(self) -> None:
@@ -38,11 +40,26 @@ class EvaluatingTrainer(Trainer):
             owner = f"eval_dataset[{name!r}]" if name else "eval_dataset"
             self.row_check.dataset(dataset, lambda row: owner, lambda row: collate([dataset[row]]))  # noqa: B023
 
-    def evaluation_loop(self, dataloader: DataLoader[Any], description: str, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate; name the row that could not be read, if there is one."""
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Evaluate, and measure what the task measures otherwise."""
+        output = self._named_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if self.further_metrics is not None:
+            found = self.further_metrics(self, dataloader.dataset, metric_key_prefix)
+            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
+        return output
+
+    def _named_loop(self, dataloader: DataLoader[Any], *args: Any) -> Any:
+        """Run the loop of `Trainer`; name the row that could not be read, if there is one."""
         self._evaluated = 0
         try:
-            return super().evaluation_loop(dataloader, description, *args, **kwargs)
+            return super().evaluation_loop(dataloader, *args)
         except DataError:
             raise
         except Exception as error:

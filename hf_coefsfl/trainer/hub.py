@@ -37,6 +37,7 @@ _API = HfApi(library_name="hf_coefsfl")  # one for all: its background jobs run 
 NOT_UPLOADED = (
     "checkpoint-*",
     "run.json",  # checksums of the clients' data
+    "generations*.jsonl",  # rows of the evaluation data
     "_*",
     ".*",  # .env and the like
     "*/.*",

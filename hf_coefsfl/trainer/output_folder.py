@@ -18,11 +18,13 @@ from .model_card import CARD_NAME, PLOT_NAME
 LOCK_NAME = ".lock"
 ARGS_NAME = "training_args.json"
 SUMMARY_NAME = "summary.json"  # of a finished run
+GENERATIONS_NAME = "generations.jsonl"  # some answers of a language model
 # What only a run writes. Weights of the whole model are not among it: the base model may lie in the same folder.
 _WRITTEN = (
     IDENTITY_NAME, SUMMARY_NAME, TRAINER_STATE_NAME, SAFETENSORS_WEIGHTS_NAME, "adapter_config.json",
     "client/adapter_model.safetensors", "client/adapter_config.json", "server/adapter_model.safetensors",
     "server/adapter_config.json", LEDGER_NAME, ARGS_NAME, PROBE_NAME, "staleness.png", STATE_NAME,
+    "generations*.jsonl",
 )  # fmt: skip
 _SIGNS = (IDENTITY_NAME, SUMMARY_NAME, TRAINER_STATE_NAME, LEDGER_NAME)  # that a run was here
 CARD_TAG = "split-federated-learning"  # in the header of every card

@@ -47,6 +47,11 @@ def test_the_learning_rate_is_chosen_on_the_first_seed() -> None:
     assert order({low.id: done(50.0), high.id: done(51.0)}) == [(0.2, 1), (0.2, 2)]
     assert order({low.id: done(50.0), high.id: done(float("nan"))}) == [(0.1, 1), (0.1, 2)]
     assert order({low.id: done(9.0, False), high.id: done(8.0, False)}) == [(0.2, 1), (0.2, 2)]  # perplexities
+    mixed = {"higher_is_better": False, "lower_is_better": ["perplexity"]}
+    language = {
+        run.id: mixed | {"scores": {"perplexity": p, "EM": em}} for run, p, em in ((low, 8.0, 3.0), (high, 9.0, 1.0))
+    }
+    assert order(language) == [(0.1, 1), (0.1, 2)]  # by the first score, of which less is better
     assert order({low.id: done(50.0)}, [high.id]) == [(0.1, 1), (0.1, 2)]
     assert order({}, [low.id, high.id]) == []
 

@@ -55,6 +55,17 @@ def test_best_and_second_best() -> None:
     assert ranks({"a": 3.0}) == {}
 
 
+def test_each_score_has_its_own_direction() -> None:
+    cells = cells_of(learning_rates=[0.1], seeds=[0], methods=["coef_j", "coef_d"])
+    mixed = {"higher_is_better": False, "lower_is_better": ["perplexity"]}
+    finished = {
+        cell.first()[0].id: summary(*scores, names=["perplexity", "EM"]) | mixed
+        for cell, scores in zip(cells, ((8.0, 30.0), (9.0, 40.0)), strict=True)
+    }
+    (table,) = make_tables(gather(parse_spec(content(), "t"), cells, finished))
+    assert [[cell.mark for cell in row.cells] for row in table.rows] == [["best", "second"], ["second", "best"]]
+
+
 def test_the_papers_own_figures_give_the_papers_own_marks() -> None:
     """Fed to the main table as results of one seed; the marks below were read off the paper."""
     spec = load_spec(ROOT / "recipes/paper/iid.yaml")

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from tests.support.paths import ROOT
-from tests.support.words import WORDS, words_tokenizer
+from tests.support.words import CHAT_TEMPLATE, WORDS, words_tokenizer
 
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 SIZES: dict[str, Any] = {
@@ -67,8 +67,9 @@ def small_world(folder: Path) -> None:
     vit = ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **SIZES))
     vit.save_pretrained(folder / IMAGES)
     ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(folder / IMAGES)
-    for name in (TEXTS, DECODER):
-        tokenizer.save_pretrained(folder / name)
+    tokenizer.save_pretrained(folder / TEXTS)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder / DECODER)
     rows = Dataset.from_dict(ROWS)
     rows.rename_columns({"text": "body", "name": "queue"}).to_csv(str(folder / "tickets.csv"))
     words = [{"words": text.split(), "entities": ["O", "B", "O", "O"]} for text in ROWS["text"]]
@@ -87,6 +88,12 @@ def small_world(folder: Path) -> None:
         pairs.to_parquet(str(folder / "pairs" / f"{split}.parquet"))
     notes = [json.dumps({"text": text, "author": name}) for text, name in zip(ROWS["text"], ROWS["name"], strict=True)]
     (folder / "notes.jsonl").write_text("\n".join(notes))
+    talks = [
+        {"title": name, "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": name}]}
+        for text, name in zip(ROWS["text"], ROWS["name"], strict=True)
+    ]
+    for split in ("train", "test"):
+        Dataset.from_list(talks).to_json(str(folder / "outputs" / "smol_squad" / f"{split}.jsonl"))
     (folder / "my_model").symlink_to(folder / TEXTS)
     (folder / "options.yaml").write_text("learning_rate: 1.0e-3\n")
     (folder / "my_spec.yaml").write_text(blocks("docs/comparing.md", "yaml")[0])

@@ -6,6 +6,11 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<s>", "</s>", "the", "cat", "sat", "on", "a", "mat", "dog", "ran", "far"]
+# Users say `<s> ...`, the assistant `a ...`, both up to `</s>`.
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<s> ' if m.role == 'user' else 'a ' }}{{ m.content + ' </s>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'a ' }}{% endif %}"
+)
 
 
 def words_tokenizer() -> PreTrainedTokenizerFast:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.words import WORDS, words_tokenizer
+from tests.support.words import CHAT_TEMPLATE, WORDS, words_tokenizer
 
 
 @pytest.fixture
@@ -17,3 +17,12 @@ def decoder(tmp_path: Path) -> str:
     LlamaForCausalLM(config).save_pretrained(tmp_path / "decoder")
     words_tokenizer().save_pretrained(tmp_path / "decoder")
     return str(tmp_path / "decoder")
+
+
+@pytest.fixture
+def talker(decoder: str) -> str:
+    """The language model with a chat template."""
+    tokenizer = words_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(decoder)
+    return decoder

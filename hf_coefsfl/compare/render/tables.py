@@ -12,7 +12,7 @@ from ...analysis.tables import MIB
 from ...analysis.timing import Network
 from ...federation.sampling import num_sampled
 from ...methods import METHODS
-from ..grid import Summary
+from ..grid import Summary, more_is_better
 from ..results import Result, Score, mean_or_none
 
 BEST, SECOND = "best", "second"
@@ -190,7 +190,7 @@ def _marks(column: dict[str, tuple[Result, str]]) -> dict[str, str]:
     for name, (result, score) in column.items():
         value = result.scores[score].mean
         if value is not None and math.isfinite(value) and not METHODS[result.cell.variant.method].is_reference:
-            higher = result.runs[0][1].get("higher_is_better", True)
+            higher = more_is_better(result.runs[0][1], score)
             shown[name] = float(_cell(result, score, None).show(value)) * (1 if higher else -1)
     return ranks(shown)
 
