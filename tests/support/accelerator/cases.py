@@ -27,6 +27,7 @@ from tests.support.accelerator.runs import (
     trained,
 )
 from tests.support.exactness import assert_exact
+from tests.support.federated import same
 from tests.support.models import MODELS, TinyModel
 
 Case = Callable[[Path], None]
@@ -114,11 +115,13 @@ def measured(folder: Path) -> None:
     ours, theirs = (trained(folder / device, device, **changes) for device in (DEVICE, HOST))
     assert_close(ours, theirs)
     assert len(ours.probe.points) == len(theirs.probe.points) > 0
-    assert all(torch.equal(a, b) for a, b in zip(*(on_host(r).values() for r in (ours, plain(folder.parent)))))
+    assert same(on_host(ours), on_host(plain(folder.parent)))
 
 
 def in_a_file(folder: Path) -> None:
-    limited = trained(folder, DEVICE, method="coef_j", exchange_memory_limit=0)
+    """What goes to a file has arrived on the host before."""
+    with switched(device_code.defer_copies):
+        limited = trained(folder, DEVICE, method="coef_j", exchange_memory_limit=0)
     assert_same(limited, plain(folder.parent))
 
 
@@ -146,8 +149,8 @@ def checkpointed_dropout(folder: Path) -> None:
 def autocast(folder: Path, method: str) -> None:
     """In bfloat16 the weights end near those of float32, and elsewhere."""
     with (  # which ask for a CUDA device by name
-        mock.patch("transformers.training_args.is_torch_bf16_gpu_available", lambda: True),
-        mock.patch("accelerate.accelerator.is_bf16_available", lambda *args, **kwargs: True),
+        mock.patch("transformers.training_args.is_torch_bf16_gpu_available", return_value=True),
+        mock.patch("accelerate.accelerator.is_bf16_available", return_value=True),
     ):
         narrow = trained(folder / "bf16", DEVICE, method=method, bf16=True)
     wide = trained(folder / "float32", DEVICE, method=method)

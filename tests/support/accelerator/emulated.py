@@ -82,7 +82,7 @@ def is_bf16_supported() -> bool:
     return True
 
 
-class device:  # noqa: N801  # its name in torch.cuda
+class device:  # its name in torch.cuda
     """The context of another current device."""
 
     def __init__(self, place: Any):

@@ -20,11 +20,12 @@ def told(error: Exception) -> str:
 
 
 def main(group: str, folder: Path, chosen: list[str]) -> None:
-    from tests.support.accelerator.cases import GROUPS
+    from tests.support.accelerator import cases, sites
 
     torch.set_num_threads(1)
+    groups = {**cases.GROUPS, "sites": sites.sites}
     results: dict[str, str | None] = {}
-    for name, case in GROUPS[group]().items():
+    for name, case in groups[group]().items():
         if chosen and name not in chosen:
             continue
         try:
