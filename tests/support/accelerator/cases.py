@@ -17,6 +17,7 @@ from tests.support.accelerator.runs import (
     DEVICE,
     HOST,
     SECOND,
+    TOLERANCE,
     assert_close,
     assert_same,
     live_bytes_of_clients,
@@ -31,6 +32,7 @@ from tests.support.federated import same
 from tests.support.models import MODELS, TinyModel
 
 Case = Callable[[Path], None]
+AMPLIFIED = {"fsl_sage": 0.02}  # tolerance: AdamW aligns what AdamW trains with, and each divides by small numbers
 
 
 # ---- Every method ----
@@ -43,7 +45,7 @@ def as_on_the_cpu(folder: Path, **changes: Any) -> None:
         ours.train()
         ours.evaluate()
         ours.save_model()
-    assert_close(ours, trained(folder / "host", HOST, **changes))
+    assert_close(ours, trained(folder / "host", HOST, **changes), AMPLIFIED.get(changes["method"], TOLERANCE))
 
 
 def resumes(folder: Path, method: str) -> None:
@@ -74,6 +76,7 @@ def methods() -> dict[str, Case]:
 
 # ---- Options ----
 
+ONE_ROUND: dict[str, Any] = {"method": "coef_j", "num_rounds": 1}
 # Compared with the CPU. The noise is the CPU's too: a generator of the emulated device draws the same numbers.
 COMPARED: dict[str, dict[str, Any]] = {
     "float16": {"exchange_dtype": "float16"},
@@ -88,31 +91,32 @@ COMPARED: dict[str, dict[str, Any]] = {
     "exact": {"method_kwargs": {"exact": True}},
     "gas per batch": {"method": "gas", "method_kwargs": {"samples_per_class": 4, "per_batch": True}},
     "fsl_sage from the server": {"method": "fsl_sage", "method_kwargs": {"init": "copy_server", "align_every": 1}},
-    "krum": {"aggregation": "krum", "client_bound": 1.0},
+    "krum": {"aggregation": "krum", "client_bound": 1.0, "num_clients": 5},
     "median": {"aggregation": "median", "method": "acc_sfl"},
     "lost clients": {"client_dropout_rate": 0.4, "on_client_failure": "skip"},
-    "best model": {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1},
-}
+    "best model": {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps",
+                   "save_steps": 1, "num_rounds": 2},
+}  # fmt: skip
 INT8 = 0.05  # a value that rounds to the other side moves by 1/127 of the largest
 
 
 def compared(folder: Path, **changes: Any) -> None:
-    if changes.get("load_best_model_at_end"):
-        changes["save_strategy"] = "steps"
-    ours, theirs = (trained(folder / device, device, **{"method": "coef_j"} | changes) for device in (DEVICE, HOST))
-    assert_close(ours, theirs, *([INT8] if changes.get("exchange_dtype") == "int8" else []))
+    ours, theirs = (trained(folder / device, device, **ONE_ROUND | changes) for device in (DEVICE, HOST))
+    assert_close(
+        ours, theirs, INT8 if changes.get("exchange_dtype") == "int8" else AMPLIFIED.get(ours.args.method, TOLERANCE)
+    )
 
 
 @cache
 def plain(folder: Path, device: str = DEVICE, dropout: float = 0.0) -> Any:
     """Return a run of CoeF-J without options, made once."""
-    return trained(folder / f"plain {device} {dropout}", device, dropout=dropout, method="coef_j")
+    return trained(folder / f"plain {device} {dropout}", device, dropout=dropout, **ONE_ROUND)
 
 
 def measured(folder: Path) -> None:
     """The probe and the count of FLOPs see what they see on the CPU, and change nothing."""
-    changes: dict[str, Any] = {"method": "coef_j", "staleness_probe": 1, "count_flops": True}
-    ours, theirs = (trained(folder / device, device, **changes) for device in (DEVICE, HOST))
+    measuring: dict[str, Any] = {"staleness_probe": 1, "count_flops": True}
+    ours, theirs = (trained(folder / device, device, **ONE_ROUND, **measuring) for device in (DEVICE, HOST))
     assert_close(ours, theirs)
     assert len(ours.probe.points) == len(theirs.probe.points) > 0
     assert same(on_host(ours), on_host(plain(folder.parent)))
@@ -121,28 +125,28 @@ def measured(folder: Path) -> None:
 def in_a_file(folder: Path) -> None:
     """What goes to a file has arrived on the host before."""
     with switched(device_code.defer_copies):
-        limited = trained(folder, DEVICE, method="coef_j", exchange_memory_limit=0)
+        limited = trained(folder, DEVICE, exchange_memory_limit=0, **ONE_ROUND)
     assert_same(limited, plain(folder.parent))
 
 
 def workers(folder: Path) -> None:
     """Batches that workers made come from pinned memory, and are the same."""
     before = device_code.uploads_from_pinned()
-    with_workers = trained(folder, DEVICE, method="coef_j", dataloader_num_workers=1)
+    with_workers = trained(folder, DEVICE, dataloader_num_workers=1, **ONE_ROUND)
     assert device_code.uploads_from_pinned() > before
     assert_same(with_workers, plain(folder.parent))
 
 
 def dropout_twice(folder: Path) -> None:
     """Dropout gives the same bits twice, and other weights than none."""
-    again = trained(folder, DEVICE, dropout=0.1, method="coef_j")
+    again = trained(folder, DEVICE, dropout=0.1, **ONE_ROUND)
     assert_same(again, plain(folder.parent, dropout=0.1))
     assert numbers(again) != numbers(plain(folder.parent))
 
 
 def checkpointed_dropout(folder: Path) -> None:
     """A pass that is repeated draws the masks of the first."""
-    checkpointed = trained(folder, DEVICE, dropout=0.1, method="coef_j", gradient_checkpointing=True)
+    checkpointed = trained(folder, DEVICE, dropout=0.1, gradient_checkpointing=True, **ONE_ROUND)
     assert_close(checkpointed, plain(folder.parent, dropout=0.1))
 
 
@@ -152,8 +156,8 @@ def autocast(folder: Path, method: str) -> None:
         mock.patch("transformers.training_args.is_torch_bf16_gpu_available", return_value=True),
         mock.patch("accelerate.accelerator.is_bf16_available", return_value=True),
     ):
-        narrow = trained(folder / "bf16", DEVICE, method=method, bf16=True)
-    wide = trained(folder / "float32", DEVICE, method=method)
+        narrow = trained(folder / "bf16", DEVICE, method=method, num_rounds=1, bf16=True)
+    wide = trained(folder / "float32", DEVICE, method=method, num_rounds=1)
     a, b = (torch.cat([t.flatten() for t in on_host(run).values()]) for run in (narrow, wide))
     gap = ((a - b).norm() / b.norm()).item()
     assert 1e-6 < gap < 0.05, gap
@@ -173,6 +177,8 @@ def options() -> dict[str, Case]:
 
 # ---- The split ----
 
+WITHOUT_A_KERNEL = {"mixtral"}  # off the CPU its experts are counted by a histogram of integers, which the CPU has not
+
 
 def exact(folder: Path, entry: TinyModel) -> None:
     """The halves on a device give the outputs and gradients of the model there."""
@@ -184,7 +190,7 @@ def exact(folder: Path, entry: TinyModel) -> None:
 
 def split() -> dict[str, Case]:
     torch.__future__.set_swap_module_params_on_conversion(True)  # or moving a model would part its tied weights
-    return {name: partial(exact, entry=entry) for name, entry in MODELS.items()}
+    return {name: partial(exact, entry=entry) for name, entry in MODELS.items() if name not in WITHOUT_A_KERNEL}
 
 
 GROUPS = {"methods": methods, "options": options, "split": split}

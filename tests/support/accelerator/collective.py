@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from tests.support.accelerator.emulated import current_device, set_device
 from tests.support.launched import CASES, finish, make
 
-NAMES = ("coef_j", "acc_sfl", "gas", "measured", "trimmed mean, bounded", "krum")
+NAMES = ("acc_sfl", "gas", "measured", "trimmed mean, bounded")
 options = torch._C._distributed_c10d
 
 
@@ -61,8 +61,10 @@ class DeviceCollective(dist.ProcessGroup):
         self.gloo.allgather([host], self._on_host(inputs), options.AllgatherOptions()).wait()
         return self._back(outputs[0], host)
 
-    def _allgather_base(self, output: Any, own: Any, opts: Any = None) -> Any:
+    def all_gather_single(self, output: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
         return self.allgather([list(output.view(self.size(), *own.shape).unbind())], [own])
+
+    _allgather_base = all_gather_single  # its name before PyTorch 2.14
 
     def barrier(self, opts: Any = None) -> Any:
         self.gloo.barrier(options.BarrierOptions()).wait()

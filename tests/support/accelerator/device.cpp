@@ -13,7 +13,7 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <atomic>
@@ -471,8 +471,9 @@ Tensor convolution(
     const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, c10::IntArrayRef stride,
     c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding,
     int64_t groups) {
-  for (const auto& tensor : {weight, bias.value_or(weight)}) {
-    TORCH_CHECK(tensor.device() == input.device(), "input on ", input.device(), ", weights on ", tensor.device());
+  for (const auto& tensor : {weight, bias.value_or(Tensor())}) {
+    bool elsewhere = tensor.defined() && tensor.device() != input.device();
+    TORCH_CHECK(!elsewhere, "Expected all tensors to be on ", input.device(), ", found weights on ", tensor.device());
   }
   at::AutoDispatchBelowADInplaceOrView guard;
   auto host_bias = bias ? std::optional<Tensor>(on_host(*bias)) : std::nullopt;
