@@ -77,6 +77,8 @@ def assert_close(got: SplitFedTrainer, expected: SplitFedTrainer, tolerance: flo
         ours, theirs = view(got), view(expected)
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
+            if name.endswith("k_proj.bias"):  # softmax does not see it: AdamW magnifies a gradient that is all rounding
+                continue
             gap = ((ours[name] - value).abs().max() / value.abs().max().clamp(min=1e-6)).item()
             assert gap < tolerance, f"{name} differs by {gap:.1e} of its largest entry"
     ours_logged, theirs_logged = numbers(got), numbers(expected)
