@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -144,6 +145,13 @@ def dropout_twice(folder: Path) -> None:
     assert numbers(again) != numbers(plain(folder.parent))
 
 
+def masks(folder: Path) -> None:
+    """Each pass over a batch has the masks of the first: where weights stay, activations do, on any device."""
+    still = trained(folder, SECOND, dropout=0.1, learning_rate=1e-9, **ONE_ROUND)
+    moved = [entry["displacement_norm"] for entry in numbers(still) if "displacement_norm" in entry]
+    assert moved and max(moved) < 1e-4, moved
+
+
 def checkpointed_dropout(folder: Path) -> None:
     """A pass that is repeated draws the masks of the first."""
     checkpointed = trained(folder, DEVICE, dropout=0.1, gradient_checkpointing=True, **ONE_ROUND)
@@ -171,6 +179,7 @@ def options() -> dict[str, Case]:
         "in a file": in_a_file,
         "workers": workers,
         "dropout twice": dropout_twice,
+        "masks": masks,
         "gradient checkpointing with dropout": checkpointed_dropout,
     }
 
@@ -181,11 +190,14 @@ WITHOUT_A_KERNEL = {"mixtral"}  # off the CPU its experts are counted by a histo
 
 
 def exact(folder: Path, entry: TinyModel) -> None:
-    """The halves on a device give the outputs and gradients of the model there."""
+    """The halves on a device, which is not the current one, give the outputs and gradients of the model there."""
     torch.manual_seed(0)
-    model = entry.make().to(DEVICE)
-    batch = {name: t.to(DEVICE) for name, t in entry.batch().items()}
-    assert_exact(model, split_model(model, entry.cuts[-1]), batch)
+    model = entry.make().to(SECOND)
+    batch = {name: t.to(SECOND) for name, t in entry.batch().items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".* draws random numbers")  # other masks than the unsplit model's
+        halves = split_model(model, entry.cuts[-1])
+    assert_exact(model, halves, batch)
 
 
 def split() -> dict[str, Case]:

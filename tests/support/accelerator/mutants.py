@@ -80,12 +80,12 @@ MUTANTS = [
     Mutant(
         "dropout is seeded on the CPU only", "protocol/context.py",
         "derive_seed, set_random_state", "derive_seed, set_cpu_random_state as set_random_state",
-        "methods", "coef_j resumes",
+        "options", "masks",
     ),
     Mutant(
         "the random state of the current device", "split/stand_ins.py",
         "set_rng_state(self._accelerator, self._device)", "set_rng_state(self._accelerator)",
-        "methods", "vanilla resumes",
+        "split", "bert",
     ),
     Mutant(
         "generated labels on the CPU", "methods/gas.py",

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -37,7 +38,8 @@ def main(group: str, folder: Path, chosen: list[str]) -> None:
         if chosen and name not in chosen:
             continue
         try:
-            case(folder / name)
+            with mock.patch("hf_coefsfl.trainer.model_card.can_plot", return_value=False):  # as long as a round takes
+                case(folder / name)
             results[name] = None
         except Exception as error:
             results[name] = told(error)
