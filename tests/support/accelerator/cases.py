@@ -57,8 +57,10 @@ def resumes(folder: Path, method: str) -> None:
     changes: dict[str, Any] = {"kind": "vit", "dropout": 0.1, "method": method, "save_strategy": "steps"}
     with live_bytes_of_clients() as live:
         whole = trained(folder / "whole", DEVICE, save_steps=1, **changes)
+    assert whole.rounds is not None
     for start in range(0, len(live), CLIENTS):
-        weights = sum(p.numel() * 4 for p in whole.rounds.averaged(start // CLIENTS))  # of a client, until the average
+        averaged = whole.rounds.averaged(start // CLIENTS)
+        weights = 4 * sum(int(p.numel()) for p in averaged)  # bytes of a client, until the average
         second, third = live[start + 1 : start + 3]
         assert third - second <= weights, f"{third - second} bytes more after a client with {weights} bytes of weights"
     with switched(device_code.defer_copies):

@@ -18,15 +18,16 @@ from tests.support.accelerator.emulated import current_device, set_device
 from tests.support.launched import CASES, finish, make
 
 NAMES = ("acc_sfl", "gas", "measured", "trimmed mean, bounded")
-options = torch._C._distributed_c10d
+options: Any = torch._C._distributed_c10d
+ProcessGroup: Any = dist.ProcessGroup  # whose stubs lack half of it
 
 
-class DeviceCollective(dist.ProcessGroup):
+class DeviceCollective(ProcessGroup):
     """A collective of device tensors."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any):
         super().__init__(rank, size)
-        self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, timeout)
+        self.gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, timeout)
 
     def getBackendName(self) -> str:  # PyTorch's name
         return "emulated"
@@ -74,7 +75,7 @@ class DeviceCollective(dist.ProcessGroup):
 def connect(rank: int) -> None:
     """Have accelerate use the collective, and this process its device."""
     dist.Backend.register_backend("emulated", DeviceCollective, devices=["emulated"])
-    c10d._get_object_coll_device = lambda group=None: f"emulated:{current_device()}"  # type: ignore[assignment]
+    c10d._get_object_coll_device = lambda group=None: f"emulated:{current_device()}"
     PartialState._prepare_backend = lambda *args, **kwargs: ("emulated", DistributedType.MULTI_GPU)
     set_device(rank)
 

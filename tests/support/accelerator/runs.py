@@ -30,11 +30,19 @@ def make(folder: Path, device: str, kind: str = "bert", dropout: float = 0.0, **
     os.environ["ACCELERATE_TORCH_DEVICE"] = device
     model, data = (tiny_vit(dropout), images) if kind == "vit" else (tiny_bert(dropout), texts)
     model.set_attn_implementation("eager")  # the fused kernels round differently on each device
-    settings = {"num_rounds": 2, "warmup_rounds": 0, "num_clients": CLIENTS, "participation": 1.0, "use_cpu": False}
+    settings: dict[str, Any] = {
+        "num_rounds": 2,
+        "warmup_rounds": 0,
+        "num_clients": CLIENTS,
+        "participation": 1.0,
+        "use_cpu": False,
+    }
     settings |= {"eval_dataset": data(EVALUATED, seed=1), "method_kwargs": QUICK.get(changes.get("method", ""))}
     run = trainer(folder, model, data(ROWS), **settings | changes)
     expected = torch.device(device)
-    assert run.args.device == expected and {p.device for p in run.model.parameters()} == {expected}, run.args.device
+    assert run.args.device == expected and {p.device for p in run.split.model.parameters()} == {expected}, (
+        run.args.device
+    )
     return run
 
 

@@ -19,7 +19,7 @@ def equals_the_simulation(folder: Path, kind: type[Site], method: str) -> None:
     simulated = site.simulated(method=method, use_cpu=False)
     deployed, _ = site.deployed(method=method, use_cpu=False)
     for run in (simulated, deployed):
-        assert {str(p.device) for p in run.model.parameters()} == {DEVICE}
+        assert {str(p.device) for p in run.split.model.parameters()} == {DEVICE}
     assert same(weights(simulated), weights(deployed)), "other weights"
     assert rounds(simulated) == rounds(deployed)
     assert simulated.ledger.entries == deployed.ledger.entries
