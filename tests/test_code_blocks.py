@@ -31,6 +31,8 @@ from tests.support.selection import slow_except
 # Commands that are not run here, by how they begin.
 NOT_RUN = {
     "pip install": "installs; tests/test_release.py does, with a wheel",
+    "apt-get install": "installs",
+    "python -m tests.support.accelerator.mutants": "takes minutes; tests/test_accelerator.py looks at its list",
     "hf auth": "asks for a token of the Hub",
     "export": "a variable of the shell",
     "kill": "ends a job of the shell",

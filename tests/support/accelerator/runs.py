@@ -40,9 +40,7 @@ def make(folder: Path, device: str, kind: str = "bert", dropout: float = 0.0, **
     settings |= {"eval_dataset": data(EVALUATED, seed=1), "method_kwargs": QUICK.get(changes.get("method", ""))}
     run = trainer(folder, model, data(ROWS), **settings | changes)
     expected = torch.device(device)
-    assert run.args.device == expected and {p.device for p in run.split.model.parameters()} == {expected}, (
-        run.args.device
-    )
+    assert {run.args.device, *(p.device for p in run.split.model.parameters())} == {expected}
     return run
 
 
