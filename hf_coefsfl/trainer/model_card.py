@@ -254,6 +254,8 @@ class _Run:
             "exchange": args.exchange_dtype,
             "seed": f"{args.seed}" + ("" if args.data_seed is None else f", and {args.data_seed} for the data"),
         }
+        if args.keep_server_optimizer:
+            settings["server's optimizer"] = "its state was averaged and kept over the rounds"
         if args.aggregation != "mean":
             withstood = f", against {args.hostile_clients} hostile clients a round" * (args.aggregation != "median")
             settings["aggregation"] = args.aggregation.replace("_", " ") + withstood

@@ -91,6 +91,8 @@ def test_a_lost_client_and_a_lost_round_leave_it_whole(tmp_path: Path) -> None:
     run = trainer(tmp_path, method="coef_p", client_bound=2.0, **lost, **KEPT)
     run.train()
     assert all(t.isfinite().all() for t in state(run).values())
+    run.save_model()
+    assert "its state was averaged and kept" in (tmp_path / "README.md").read_text()
 
 
 def test_a_state_that_has_no_mean_is_refused(tmp_path: Path) -> None:
