@@ -104,10 +104,10 @@ def test_weights_beside_the_model_are_no_way_around(tmp_path: Path, rule: str, m
     """AccSFL's head is averaged by the same rule, and has a bound of its own."""
     train = Simulation._train_client
 
-    def hostile(self: Simulation, round_index: int, client: int, *args: Any) -> ClientReport:
-        report = train(self, round_index, client, *args)
+    def hostile(self: Simulation, round_index: int, client: int, *args: Any) -> tuple[ClientReport, Any]:
+        report, state = train(self, round_index, client, *args)
         kept = {name: torch.full_like(t, 3e38) for name, t in report.kept.items()}
-        return replace(report, kept=kept) if client == 1 else report
+        return replace(report, kept=kept) if client == 1 else report, state
 
     monkeypatch.setattr(Simulation, "_train_client", hostile)
     found = run(tmp_path, method="acc_sfl", **RULES[rule])
