@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> str:
     """Run what is missing and return the table; a failed run makes the status 1."""
     if arguments.jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {arguments.jobs}.")
+    if arguments.server_work and not arguments.report_only:
+        raise ValueError("--server_work needs --report_only: let a run count with count_flops, or report it later.")
     link = Network(parse_bandwidth(arguments.bandwidth), parse_latency(arguments.latency))
     spec = load_spec(arguments.spec)
     cells = expand(spec)
@@ -67,8 +69,6 @@ def run(arguments: argparse.Namespace) -> str:
         return _listing(cells, load_finished(cells, runs, archive), arguments.device_speed)
     if arguments.device_speed is not None:
         raise ValueError("--device_speed needs --dry_run: it estimates the runs and starts none.")
-    if arguments.server_work and not arguments.report_only:
-        raise ValueError("--server_work needs --report_only: let a run count with count_flops, or report it later.")
     if not arguments.report_only:
         check_files(cells)
     with FolderLock(root):

@@ -127,8 +127,11 @@ class ServerRounds:
 
     def averaged(self, round_index: int) -> list[Tensor]:
         """Return what is averaged at the end of a round: trained weights, those beside the model, optimizer state."""
-        kept = [] if self.optimizer_state is None else self.optimizer_state.tensors
-        return [*self.parameters, *self.methods.of_round(round_index).federated().values(), *kept]
+        return [*self.parameters, *self.methods.of_round(round_index).federated().values(), *self._kept_tensors()]
+
+    def _kept_tensors(self) -> list[Tensor]:
+        """Return the state that the server's optimizer begins a round with; nothing if it is fresh in each."""
+        return [] if self.optimizer_state is None else self.optimizer_state.tensors
 
     def optimizer_tensors(self, side: ServerSide) -> Sequence[Tensor]:
         """Return the state of a server side's optimizer if it is averaged, else nothing."""
@@ -162,8 +165,7 @@ class ServerRounds:
             rule = args.aggregation, args.hostile_clients
             mean = federated_average(trained, weights, owners, len(initial), self.accelerator, *rule)
             beside = {name: torch.empty_like(t) for name, t in method.federated().items()}
-            kept = [] if self.optimizer_state is None else self.optimizer_state.tensors
-            unflatten_([*self.parameters, *beside.values(), *kept], mean)
+            unflatten_([*self.parameters, *beside.values(), *self._kept_tensors()], mean)
             method.adopt(beside)
             used = [client for client in weights if SMASHED not in reports[client].bounded]
             method.merge([ClientState(c, reports[c].num_samples, reports[c].kept) for c in used])
@@ -190,8 +192,7 @@ class ServerRounds:
         ends = [0]
         for side in (self.client_parameters, self.server_parameters):
             ends.append(ends[-1] + sum(p.numel() for p in side.values()))
-        kept = [] if self.optimizer_state is None else self.optimizer_state.tensors
-        ends += [length - sum(t.numel() for t in kept), length]
+        ends += [length - sum(t.numel() for t in self._kept_tensors()), length]
         names = ("client update", "server update", "auxiliary update", "server optimizer")
         return {name: slice(ends[i], ends[i + 1]) for i, name in enumerate(names) if ends[i] < ends[i + 1]}
 

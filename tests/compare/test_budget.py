@@ -103,3 +103,10 @@ def test_the_servers_work_is_estimated_where_it_was_not_counted(folder: Path) ->
     (lost,) = expand(parse_spec(spec(folder / "nowhere", ["coef_j"]), "test"))
     found, notes = with_server_work([lost], {lost.first()[0].id: summary})
     assert "server_gflops" not in found[lost.first()[0].id] and len(notes) == 1
+
+
+@pytest.mark.parametrize("more", [[], ["--dry_run"]])
+def test_the_servers_work_is_for_a_report(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["compare", "digits", "--server_work", *more])
+    assert "--server_work needs --report_only" in capsys.readouterr().err
