@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.loopback import APP, Loopback
+from benchmarks.loopback import APP
 from tests.support.deployed import LONG, Site
+from tests.support.network import hurried
 
 HOSTILE = """
 from pathlib import Path
@@ -27,7 +28,7 @@ def test_a_run_that_pries(tmp_path: Path) -> None:
     (app / "client_app.py").write_text(HOSTILE.format(mark=str(mark)))
     for client, terms in enumerate(("max_rounds: 10", "min_noise: 0.5")):
         (tmp_path / f"{client}.yaml").write_text(terms)
-    with Loopback(tmp_path / "flower") as flower:
+    with hurried(tmp_path / "flower") as flower:
         for client in range(2):
             flower.start_node(site.node_config(client) | {"policy": str(tmp_path / f"{client}.yaml")})
         said = flower.run(site.run_config(num_rounds=1), LONG, app)

@@ -5,6 +5,7 @@ of `INTERRUPTED` is resumed before that, and another one is begun at the end, in
 """
 
 import argparse
+import gc
 import json
 import os
 import signal
@@ -102,6 +103,7 @@ if __name__ == "__main__":
     parser.add_argument("--whole", action="store_true", help="also run what is interrupted elsewhere")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    gc.freeze()  # each run collects garbage, and would look at all that is loaded
     if options.resume:
         folder = options.folder / options.resume
         refuse(folder, options.resume)

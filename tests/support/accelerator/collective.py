@@ -3,6 +3,7 @@
 Their collective takes tensors of the process's own device only, as NCCL does; behind it is Gloo.
 """
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -82,6 +83,7 @@ def connect(rank: int) -> None:
 
 def main(folder: Path, rank: int | None) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # each run collects garbage, and would look at all that is loaded
     os.environ["ACCELERATE_TORCH_DEVICE"] = f"emulated:{rank or 0}"
     if rank is not None:
         connect(rank)

@@ -3,6 +3,7 @@
 It runs the cases of a group and leaves what was wrong with each in FOLDER/results.json; null is nothing.
 """
 
+import gc
 import json
 import sys
 import traceback
@@ -34,7 +35,9 @@ def cases_of(group: str) -> dict[str, Callable[[Path], None]]:
 def main(group: str, folder: Path, chosen: list[str]) -> None:
     torch.set_num_threads(1)
     results: dict[str, str | None] = {}
-    for name, case in cases_of(group).items():
+    cases = cases_of(group)
+    gc.freeze()  # each run collects garbage, and would look at all that is loaded
+    for name, case in cases.items():
         if chosen and name not in chosen:
             continue
         try:
