@@ -46,7 +46,7 @@ class ClientData:
         made = self._made(round_index, clients)
         for number, client in enumerate(clients, start=1):
             try:
-                batches = [self._own(next(made)) for _ in range(self._count(client))]
+                batches = [self._ready(next(made)) for _ in range(self._count(client))]
             except Exception as error:  # a worker died: this client fails, the others get new workers
                 self.close()
                 # Nothing may hold the old workers, nor a traceback: PyTorch raises in this thread, at any moment, as
@@ -62,12 +62,10 @@ class ClientData:
             return map(self.collated.__getitem__, places)
         return iter(self._workers(places))
 
-    def _own(self, batch: Any) -> Any:
-        """Return a batch in memory of this process (each tensor that a worker shares holds a file open), pinned."""
-        if not isinstance(batch, Mapping):
-            return batch
-        owned = {name: t.clone() if isinstance(t, Tensor) and t.is_shared() else t for name, t in batch.items()}
-        if not self._pins:
+    def _ready(self, batch: Any) -> Any:
+        """Return a batch in memory of this process, pinned if it goes to an accelerator."""
+        owned = _own(batch)
+        if not (self._pins and isinstance(owned, Mapping)):
             return owned
         return {name: t.pin_memory() if isinstance(t, Tensor) else t for name, t in owned.items()}
 
@@ -156,6 +154,13 @@ class CollatedBatches(Dataset[Any]):
             )
             return told if get_worker_info() is None else _portable(told)
         return collated if fault is None else fault.error(owner, rows[fault.row])
+
+
+def _own(batch: Any) -> Any:
+    """Return a batch in memory of this process: each tensor that a worker shares holds a file open."""
+    if not isinstance(batch, Mapping):
+        return batch
+    return {name: t.clone() if isinstance(t, Tensor) and t.is_shared() else t for name, t in batch.items()}
 
 
 def _portable(error: Exception) -> Exception:

@@ -30,8 +30,8 @@ class ToyClient(nn.Module):
     def context(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         return {}
 
-    def forward(self, x: Tensor, crossing: dict[str, Tensor]) -> SmashedData:
-        return SmashedData(self.layer(x).tanh(), crossing)
+    def forward(self, x: Tensor, crossing: dict[str, Tensor] | None = None) -> SmashedData:
+        return SmashedData(self.layer(x).tanh(), crossing or {})
 
 
 class ToyServer(nn.Module):
