@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from ..config import SplitFedConfig
+from ..protocol.devices import is_accelerator
 from ..protocol.seeds import derive_seed, set_cpu_random_state
 from .clients import Federation
 from .data_checks import RowCheck, unreadable_row
@@ -45,7 +46,7 @@ class ClientData:
         made = self._made(round_index, clients)
         for number, client in enumerate(clients, start=1):
             try:
-                batches = [_own(next(made)) for _ in range(self._count(client))]
+                batches = [self._ready(next(made)) for _ in range(self._count(client))]
             except Exception as error:  # a worker died: this client fails, the others get new workers
                 self.close()
                 # Nothing may hold the old workers, nor a traceback: PyTorch raises in this thread, at any moment, as
@@ -60,6 +61,18 @@ class ClientData:
         if not self.args.dataloader_num_workers:
             return map(self.collated.__getitem__, places)
         return iter(self._workers(places))
+
+    def _ready(self, batch: Any) -> Any:
+        """Return a batch in memory of this process, pinned if it goes to an accelerator."""
+        owned = _own(batch)
+        if not (self._pins and isinstance(owned, Mapping)):
+            return owned
+        return {name: t.pin_memory() if isinstance(t, Tensor) else t for name, t in owned.items()}
+
+    @property
+    def _pins(self) -> bool:
+        """Whether batches wait in memory that an accelerator reads without the processor."""
+        return self.args.dataloader_pin_memory and is_accelerator(self.args.device)
 
     def close(self) -> None:
         """End the workers; the next round starts new ones."""
@@ -101,7 +114,7 @@ class ClientData:
                 num_workers=args.dataloader_num_workers,
                 prefetch_factor=args.dataloader_prefetch_factor,
                 persistent_workers=True,
-                pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
+                pin_memory=self._pins,
             )
         return self._loader
 

@@ -14,8 +14,9 @@ from tqdm.auto import tqdm
 from ..config import SplitFedConfig
 from ..methods import Method
 from ..protocol.client_side import ClientSide
+from ..protocol.clock import synchronize
 from ..protocol.devices import is_device_error
-from ..protocol.link import LocalLink, synchronize
+from ..protocol.link import LocalLink
 from ..protocol.seeds import preserved_random_state
 from ..protocol.server_side import ServerSide
 from ..split import SplitModel

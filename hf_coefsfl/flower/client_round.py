@@ -16,9 +16,10 @@ from torch import Tensor
 from ..federation.schedule import local_optimizer, make_context
 from ..methods import Method
 from ..protocol.client_side import ClientSide
-from ..protocol.link import packed_upload, synchronize
+from ..protocol.clock import synchronize
+from ..protocol.link import packed_upload
 from ..protocol.messages import ClientResult, Feedback, Message, Parameters, SmashedData
-from ..protocol.packing import Exchange, Store
+from ..protocol.packing import Exchange, Places, Store
 from ..protocol.padding import kept_positions
 from ..protocol.seeds import preserved_random_state
 from ..protocol.wire import read_exchange, read_message, write_exchange, write_message
@@ -149,8 +150,8 @@ class ClientRound:
             places = {b: i for i, b in enumerate(self.uploaded if self.uploaded is not None else range(len(uploaded)))}
             walked = batches if batches is not None else list(places)
 
-            def kept(place: int, message: Message) -> Tensor | None:
-                return uploaded.kept(places[walked[place]])
+            def kept(place: int, message: Message) -> Places | None:
+                return uploaded.places(places[walked[place]])
 
             messages = read_exchange(payload, Message, self.store, kept, self.side.context.device)
             self._check_feedback(messages, uploaded, [places[b] for b in walked])
@@ -225,7 +226,7 @@ class ClientRound:
     def _read_own(self, name: str) -> Exchange[Any]:
         """Return what this client has uploaded."""
 
-        def kept(place: int, message: SmashedData) -> Tensor | None:
-            return kept_positions(message, self.node.loss_spec)
+        def kept(place: int, message: SmashedData) -> Places | None:
+            return self.store.places(kept_positions(message, self.node.loss_spec))
 
         return read_exchange(self.folder / name, SmashedData, self.store, kept, self.side.context.device)

@@ -23,7 +23,7 @@ from ..federation.ledger import ClientReport
 from ..federation.sampling import sample_clients
 from ..federation.schedule import set_mode
 from ..federation.server import ServerRounds
-from ..protocol.link import synchronize
+from ..protocol.clock import synchronize
 from ..protocol.loss import LossSpec
 from ..protocol.messages import Parameters
 from ..protocol.packing import Store

@@ -15,10 +15,11 @@ from typing import Any, overload
 from torch import Tensor, nn
 
 from ..federation.averaging import flatten, unflatten_
+from ..protocol.clock import synchronize
 from ..protocol.context import RoundContext
-from ..protocol.link import ClientLink, synchronize
+from ..protocol.link import ClientLink
 from ..protocol.messages import ClientResult, Message, Parameters, SmashedData
-from ..protocol.packing import Exchange
+from ..protocol.packing import Exchange, Places
 from ..protocol.padding import kept_positions
 from ..protocol.wire import read_exchange, read_message, write_exchange, write_message
 from .checks import OBSERVED, Declared, UploadCheck, check_observed, check_tensors
@@ -178,9 +179,9 @@ class FlowerLink(ClientLink):
             if path is None:
                 raise TransferError("smashed data was asked for, none came")
 
-            def kept(_: int, message: SmashedData) -> Tensor | None:
+            def kept(_: int, message: SmashedData) -> Places | None:
                 self.channel.deadline.left()
-                return kept_positions(self.check.sound(message), self.check.loss_spec)
+                return self.context.store.places(kept_positions(self.check.sound(message), self.check.loss_spec))
 
             sent: Exchange[SmashedData] = read_exchange(
                 path, SmashedData, self.context.store, kept, self.context.device, batches, self.check.most_beside()

@@ -16,7 +16,7 @@ from ..protocol.link import ClientLink
 from ..protocol.loss import LossSpec
 from ..protocol.messages import Feedback, SmashedData
 from ..protocol.packing import Exchange
-from ..protocol.padding import kept_positions, without_padding
+from ..protocol.padding import without_padding
 from ..protocol.server_side import ServerSide, on_graph
 from ..protocol.tensors import over
 from .base import expect, option
@@ -63,9 +63,8 @@ class CELUVFL(GradientReuse):
         """Return w g₀. Padding has no part in the cosine."""
         if self.max_angle is None:
             return feedback.gradient
-        initial = client.initial[batch]
-        kept = kept_positions(initial, client.loss_spec)
-        now, then = (without_padding(t.detach(), kept) for t in (client.live.activations, initial.activations))
+        pair = client.live.activations.detach(), client.initial[batch].activations
+        now, then = (without_padding(t, client.unpadded(batch)) for t in pair)
         return feedback.gradient * over(instance_weights(now, then, self.max_angle), feedback.gradient)
 
     def round(self, client: ClientLink, server: ServerSide) -> None:

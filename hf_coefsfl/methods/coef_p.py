@@ -12,7 +12,7 @@ from torch import Tensor
 from ..protocol.client_side import ClientSide
 from ..protocol.loss import OutputBlock
 from ..protocol.messages import Feedback, SmashedData
-from ..protocol.padding import kept_positions, without_padding
+from ..protocol.padding import without_padding
 from ..protocol.server_side import ServerSide, on_graph
 from .base import at_least, option
 from .reuse import FEEDBACK_AT, GradientReuse
@@ -60,8 +60,7 @@ class CoeFP(GradientReuse):
 
     def entering(self, client: ClientSide, batch: int, feedback: Feedback, displacement: Tensor) -> Tensor:
         """Return g̃. Padding moves freely, also if it is sent: no loss depends on it."""
-        kept = kept_positions(client.initial[batch], client.loss_spec)
-        return self.compensate(feedback, without_padding(displacement, kept), ())
+        return self.compensate(feedback, without_padding(displacement, client.unpadded(batch)), ())
 
     def compensate(self, feedback: Feedback, displacement: Tensor, outputs: Sequence[OutputBlock]) -> Tensor:
         """Return g₀ + κ δ."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -14,6 +16,7 @@ from ..protocol.client_side import ClientSide
 from ..protocol.link import ClientLink
 from ..protocol.loss import ONE_LABEL_A_SAMPLE, LossSpec
 from ..protocol.messages import Feedback, Message, SmashedData
+from ..protocol.packing import Exchange
 from ..protocol.padding import position_mask
 from ..protocol.server_side import ServerSide, on_graph
 from .base import ClientState, Method, at_least, option
@@ -106,15 +109,17 @@ class GAS(ReusedFeedback):
             self._exchange_each_batch(client, server)
             return
         smashed = client.upload()
-        counts = label_counts(smashed, server.loss_spec.num_labels)
+        labels = class_labels(outlines(smashed))
+        counts = label_counts(labels, server.loss_spec.num_labels)
+        seen = torch.tensor(counts, dtype=torch.float32, device=server.context.device)
         client.update(
-            client.stage(Feedback(adjusted_gradient(server, data, batch, counts)) for batch, data in enumerate(smashed))
+            client.stage(Feedback(adjusted_gradient(server, data, batch, seen)) for batch, data in enumerate(smashed))
         )
-        ours = weighted(pooled(observe(data) for data in smashed), server)
+        ours = weighted(pooled(map(observe, smashed, labels)), server)
         statistics = update(self._initial(server), ours)
         missing: list[list[int]] = [[] for _ in range(client.num_batches)]
-        if can_generate(statistics, smashed, server.loss_spec.num_labels):
-            missing = spread(missing_labels(counts.tolist(), self.samples_per_class), len(smashed))
+        if can_generate(statistics, outlines(smashed), server.loss_spec.num_labels):
+            missing = spread(missing_labels(counts, self.samples_per_class), len(smashed))
         for _ in range(client.local_epochs):
             for batch, data in enumerate(smashed):
                 # Drawn anew in each epoch, to the same values: kept, they would outweigh the upload.
@@ -128,15 +133,16 @@ class GAS(ReusedFeedback):
         for _ in range(client.local_epochs):
             for batch in range(client.num_batches):
                 smashed = client.upload([batch])
-                counts = label_counts(smashed, len(seen))
-                seen = seen + counts
+                labels = class_labels(smashed)
+                counts = label_counts(labels, len(seen))
+                seen = seen + torch.tensor(counts, dtype=seen.dtype, device=seen.device)
                 client.update([Feedback(adjusted_gradient(server, smashed[0], batch, seen))], [batch])
-                observed = pooled([observed, observe(smashed[0])])
+                observed = pooled([observed, observe(smashed[0], labels[0])])
                 statistics = update(initial, weighted(observed, server))
                 missing: list[int] = []
                 if can_generate(statistics, smashed, len(seen)):
                     share = share_of(self.samples_per_class, batch, client.num_batches)
-                    missing = missing_labels(counts.tolist(), share)
+                    missing = missing_labels(counts, share)
                 server.train_step(enlarge(smashed[0], missing, statistics, server, batch), batch)
         server.kept = to_tensors(weighted(observed, server))
 
@@ -194,22 +200,29 @@ def share_of(total: int, batch: int, num_batches: int) -> int:
     return total * (batch + 1) // num_batches - total * batch // num_batches
 
 
-def class_labels(smashed: SmashedData) -> Tensor:
-    """Return the class of each sample (b,)."""
-    labels = smashed.labels["labels"]
-    if labels.is_floating_point() or labels.numel() != len(smashed.activations):
-        raise ValueError(
-            f"GAS needs one class label for each sample, got labels of shape {tuple(labels.shape)} and type "
-            f"{labels.dtype} for {len(smashed.activations)} samples: several labels a sample or a regression. Choose "
-            "another method."
-        )
-    return labels.reshape(-1)
+def outlines(smashed: Sequence[SmashedData]) -> Sequence[SmashedData]:
+    """Return an upload without its activations: its labels and shapes can be read without unpacking them."""
+    return list(smashed.outlines()) if isinstance(smashed, Exchange) else smashed
 
 
-def label_counts(smashed: Sequence[SmashedData], num_labels: int) -> Tensor:
+def class_labels(smashed: Sequence[SmashedData]) -> list[list[int]]:
+    """Return the class of each sample, batch by batch; all are read at once, as an accelerator is waited for."""
+    found = [data.labels["labels"] for data in smashed]
+    for data, labels in zip(smashed, found, strict=True):
+        if labels.is_floating_point() or labels.numel() != len(data.activations):
+            raise ValueError(
+                f"GAS needs one class label for each sample, got labels of shape {tuple(labels.shape)} and type "
+                f"{labels.dtype} for {len(data.activations)} samples: several labels a sample or a regression. Choose "
+                "another method."
+            )
+    classes = iter(torch.cat([labels.reshape(-1) for labels in found]).tolist())
+    return [list(islice(classes, labels.numel())) for labels in found]
+
+
+def label_counts(labels: Sequence[Sequence[int]], num_labels: int) -> list[int]:
     """Return how many samples of each class a client has uploaded (C,)."""
-    labels = torch.cat([class_labels(data) for data in smashed])
-    return (labels[:, None] == torch.arange(num_labels, device=labels.device)).sum(0).float()
+    counts = Counter(label for batch in labels for label in batch)
+    return [counts[label] for label in range(num_labels)]
 
 
 def adjusted_gradient(server: ServerSide, smashed: SmashedData, batch: int, counts: Tensor) -> Tensor:
@@ -217,16 +230,16 @@ def adjusted_gradient(server: ServerSide, smashed: SmashedData, batch: int, coun
     leaf = on_graph(smashed)
     logits = server.forward(leaf, batch).logits
     frequency = counts / counts.sum().clamp(min=1)
-    loss = cross_entropy(logits.float() + (frequency + 1e-12).log(), class_labels(smashed))
+    loss = cross_entropy(logits.float() + (frequency + 1e-12).log(), smashed.labels["labels"].reshape(-1))
     server.observed.add("feedback_loss", loss)
     return torch.autograd.grad(loss, leaf.activations)[0]
 
 
-def observe(smashed: SmashedData) -> ClassStatistics:
+def observe(smashed: SmashedData, labels: Sequence[int]) -> ClassStatistics:
     """Return the moments of a batch by class, without its padding."""
     s, mask = smashed.activations, position_mask(smashed)
     everywhere = torch.ones(s.shape[:2], dtype=torch.bool, device=s.device)
-    return class_moments(s, class_labels(smashed), everywhere if mask is None else mask)
+    return class_moments(s, labels, everywhere if mask is None else mask)
 
 
 def weighted(upload: ClassStatistics, server: ServerSide) -> ClassStatistics:
@@ -238,12 +251,12 @@ def weighted(upload: ClassStatistics, server: ServerSide) -> ClassStatistics:
 def can_generate(statistics: ClassStatistics, batches: Sequence[SmashedData], num_labels: int) -> bool:
     """Whether every class has statistics at the positions of every batch: at some if it is masked, else at all."""
     for length, masked in {(data.activations.shape[1], position_mask(data) is not None) for data in batches}:
-        for label in range(num_labels):
-            if label not in statistics:
-                return False
-            seen = statistics[label].lengthened(length).weight[:length] > 0
-            if not (seen.any() if masked else seen.all()):
-                return False
+        if not all(label in statistics for label in range(num_labels)):
+            return False
+        weights = [statistics[label].lengthened(length).weight[:length] for label in range(num_labels)]
+        seen = torch.stack(weights) > 0
+        if not bool((seen.any(1) if masked else seen.all(1)).all()):
+            return False
     return True
 
 

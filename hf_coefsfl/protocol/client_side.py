@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .context import RoundContext, Side
+from .devices import is_accelerator
 from .injection import inject
 from .loss import LossSpec, OutputBlock
 from .messages import SmashedData
-from .packing import Exchange
+from .packing import Exchange, Places
 from .padding import kept_positions, without_padding
+
+_MOST_BYTES_GIVEN = 2**28  # of a client's inputs that stay on an accelerator for the round; the rest comes again
 
 
 class ClientSide(Side):
@@ -32,6 +35,9 @@ class ClientSide(Side):
         self.batches = batches
         self.loss_spec = loss_spec
         self.initial: Exchange[SmashedData] = Exchange(context.store)  # s₀ of each batch, once exchanged
+        self._bytes_given = 0
+        self._given: dict[int, _Batch] = {}  # on an accelerator, of the first batches
+        self._kept: dict[int, tuple[Tensor | None, Places | None]] = {}
         self._current: SmashedData | None = None
         self._first: tuple[SmashedData, list[int]] | None = None  # batch 0 on its graph, at the weights of that version
 
@@ -51,9 +57,13 @@ class ClientSide(Side):
                 self._first = smashed, self._versions()
             yield smashed.detach()
 
-    def pack(self, messages: Iterable[SmashedData], lasting: bool = True) -> Exchange[SmashedData]:
-        """Return smashed data in the form in which it is sent."""
-        return Exchange.of(messages, self.context.store, lambda _, data: kept_positions(data, self.loss_spec), lasting)
+    def pack(self, messages: Iterable[SmashedData], batches: Sequence[int] | None = None) -> Exchange[SmashedData]:
+        """Return the smashed data of the whole round (None), or of some batches, in the form in which it is sent."""
+        count = len(self.batches)  # a method may count the batches over all epochs
+        numbers = range(count) if batches is None else [batch % count for batch in batches]
+        return Exchange.of(
+            messages, self.context.store, lambda i, _: self._kept[numbers[i]][1], lasting=batches is None
+        )
 
     def smash(self, batch: int) -> SmashedData:
         """Run the client half on a batch, keep its graph for `descend`, and return what is sent."""
@@ -66,7 +76,12 @@ class ClientSide(Side):
     def displacement(self, batch: int) -> Tensor:
         """δ = s − s₀ of the batch last smashed, 0 at padding."""
         delta = self.live.activations.detach() - self.initial[batch].activations
-        return without_padding(delta, self.initial.kept(batch))
+        places = self.initial.places(batch)
+        return delta if places is None else without_padding(delta, places.kept)
+
+    def unpadded(self, batch: int) -> Tensor | None:
+        """Return which positions of a batch that was smashed the loss depends on (b, T); None: all."""
+        return self._kept[batch][0]
 
     @property
     def live(self) -> SmashedData:
@@ -98,13 +113,47 @@ class ClientSide(Side):
         return [parameter._version for parameter in self.half.parameters() if parameter.requires_grad]
 
     def _smash(self, batch: int) -> SmashedData:
-        inputs, labels = self.loss_spec.separate(_on_device(self.batches[batch], self.context.device))
+        given = self._given.get(batch) or self._give(batch)
         self.context.synchronize_masks(self.half, "client_forward", batch)
         with self.context.autocast():
-            smashed: SmashedData = self.half(**inputs)
-        noisy = self.context.with_noise(smashed.activations, batch, inputs)
+            smashed: SmashedData = self.half(crossing=given.context, **given.inputs)
+        noisy = self.context.with_noise(smashed.activations, batch, given.inputs)
         self.observed.add("activations", noisy.sum())  # NaN and infinity survive a sum
-        return replace(smashed, activations=noisy, labels={**smashed.labels, **labels})
+        smashed = replace(smashed, activations=noisy, labels={**smashed.labels, **given.labels})
+        if batch not in self._kept:
+            labels_here = {name: self.batches[batch][name] for name in smashed.labels}
+            kept = kept_positions(replace(smashed, context=given.here, labels=labels_here), self.loss_spec)
+            device = self.context.device
+            on_device = None if kept is None else kept.to(device, non_blocking=True)
+            self._kept[batch] = on_device, self.context.store.places(kept, device)
+        return smashed
+
+    def _give(self, batch: int) -> _Batch:
+        """Bring a batch to the device. What is asked about it is asked here, where no answer has to be waited for."""
+        device = self.context.device
+        half: Any = self.half
+        inputs_here, labels_here = self.loss_spec.separate(self.batches[batch])
+        here = half.context(inputs_here)
+        inputs, labels = _on_device(inputs_here, device), _on_device(labels_here, device)
+        context = {
+            n: inputs[n] if t is inputs_here.get(n) else t.to(device, non_blocking=True) for n, t in here.items()
+        }
+        given = _Batch(inputs, labels, context, here)
+        if is_accelerator(device):
+            self._bytes_given += sum(t.nbytes for t in inputs.values() if isinstance(t, Tensor))
+            if self._bytes_given <= _MOST_BYTES_GIVEN:
+                self._given[batch] = given
+        return given
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A batch on the device."""
+
+    inputs: dict[str, Any]
+    labels: dict[str, Any]
+    context: dict[str, Tensor]  # what the server needs of the inputs
+    here: dict[str, Tensor]  # the same where the batch came from
 
 
 def _on_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:

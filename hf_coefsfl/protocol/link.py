@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from .client_side import ClientSide
+from .clock import Clock
 from .context import Observations, RoundContext
 from .messages import Message, SmashedData
 from .meter import Meter
-from .packing import Exchange
+from .packing import Exchange, Places
 
 
 class ClientHandlers(Protocol):
@@ -32,7 +30,7 @@ class ClientHandlers(Protocol):
 
 def packed_upload(method: ClientHandlers, client: ClientSide, batches: Sequence[int] | None) -> Exchange[SmashedData]:
     """Run the method's upload on the client and return what it sends."""
-    return client.pack(method.upload(client, batches), lasting=batches is None)
+    return client.pack(method.upload(client, batches), batches)
 
 
 class ClientLink:
@@ -44,10 +42,10 @@ class ClientLink:
     def __init__(self, context: RoundContext):
         self.context, self.local_epochs = context, context.local_epochs
         self.meter = Meter()
-        self.client_seconds = 0.0
+        self.client_seconds = 0.0  # complete after `finish`
         self.observed = Observations()  # complete after `finish`, as is `kept`
         self.kept: dict[str, Tensor] = {}  # what the method keeps of the client's round
-        self._positions: dict[int, Tensor | None] = {}  # the token positions of each batch that hold anything
+        self._places: dict[int, Places | None] = {}  # the token positions of each batch that were sent
 
     @property
     def num_batches(self) -> int:
@@ -57,7 +55,7 @@ class ClientLink:
     def upload(self, batches: Sequence[int] | None = None) -> Sequence[SmashedData]:
         """Ask for the smashed data of some batches, or of the whole round (None)."""
         sent = self.fetch(batches)
-        self._positions |= {b: sent.kept(i) for i, b in enumerate(range(len(sent)) if batches is None else batches)}
+        self._places |= {b: sent.places(i) for i, b in enumerate(range(len(sent)) if batches is None else batches)}
         self.meter.transfers += 1
         self.meter.count(self.meter.up, sent)
         return sent
@@ -79,9 +77,9 @@ class ClientLink:
         self.deliver(packed, batches)
 
     def _pack(self, messages: Iterable[Message], batches: Sequence[int] | None) -> Exchange[Message]:
-        places = range(self.num_batches) if batches is None else batches
+        numbers = range(self.num_batches) if batches is None else batches
         store = self.context.store
-        return Exchange.of(messages, store, lambda i, _: self._positions.get(places[i]), lasting=batches is None)
+        return Exchange.of(messages, store, lambda i, _: self._places.get(numbers[i]), lasting=batches is None)
 
     def fetch(self, batches: Sequence[int] | None) -> Exchange[SmashedData]:
         """Return the client's upload."""
@@ -103,6 +101,7 @@ class LocalLink(ClientLink):
         super().__init__(client.context)
         self.method, self.client = method, client
         self.observed = client.observed
+        self._clock = Clock(client.context.device)
 
     @property
     def num_batches(self) -> int:
@@ -111,31 +110,18 @@ class LocalLink(ClientLink):
 
     def fetch(self, batches: Sequence[int] | None) -> Exchange[SmashedData]:
         """Run the method's upload on the client."""
-        with self._clock():
+        with self._clock.running():
             return packed_upload(self.method, self.client, batches)
 
     def deliver(self, messages: Exchange[Message] | None, batches: Sequence[int] | None) -> None:
         """Run the method's update on the client."""
-        with self._clock():
+        with self._clock.running():
             self.method.update(self.client, messages, batches)
 
     def finish(self) -> None:
         """Note whether the client's weights came out finite; meter the weights of federated averaging."""
         self.client.finish()
+        self.client_seconds = self._clock.seconds()
         self.kept = self.client.kept
         trained = {name: p for name, p in self.client.half.named_parameters() if p.requires_grad}
         self.meter.federate(trained, self.method.federated())
-
-    @contextmanager
-    def _clock(self) -> Iterator[None]:
-        synchronize(self.context.device)
-        start = time.perf_counter()
-        yield
-        synchronize(self.context.device)
-        self.client_seconds += time.perf_counter() - start
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for an accelerator, so that clocks measure work and not its queueing."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any, Generic, TypeVar, overload
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from .messages import Message
 
 M = TypeVar("M", bound=Message)
-Kept = Callable[[int, M], Tensor | None]  # of message i: the token positions (b, T) that hold anything; None: all
+Kept = Callable[[int, M], "Places | None"]  # of message i: the token positions that are sent; None: all
 EXCHANGE_DTYPES = ("float32", "bfloat16", "float16", "int8")
 _HEADINGS = ("smashed_data", "gradients", "curvature")  # of what is packed; the rest is small and goes as it is
 _ALIGNMENT = 64  # bytes, of the memory that PyTorch allocates
@@ -48,15 +48,16 @@ class Store:
         self.in_memory, self.on_disk = 0, 0  # bytes
         self._file: IO[bytes] | None = None
 
-    def positions(self, kept: Tensor | None) -> Tensor | None:
-        """Return which positions (b, T) are kept here of those that hold something; None: all."""
+    def places(self, kept: Tensor | None, device: torch.device | None = None) -> Places | None:
+        """Return which positions (b, T) are kept here of those that hold something, on a device; None: all."""
         if kept is None or not (self.leading or self.trailing):
             return None
         if not self.leading:
             kept = kept.flip(1).cumsum(1).flip(1) > 0
         if not self.trailing:
             kept = kept.cumsum(1) > 0
-        return kept
+        places = Places(kept, kept.flatten().nonzero().squeeze(1))
+        return places if device is None else places.on(device)
 
     def place(self, values: Tensor) -> Tensor | Mapped:
         """Keep values in memory if they fit, else in the file."""
@@ -98,10 +99,14 @@ class Mapped:
 
 @dataclass(frozen=True)
 class Places:
-    """The kept positions of (samples, tokens), numbered row by row; computed once, because it waits for the device."""
+    """The kept positions of (samples, tokens), numbered row by row; made once: an accelerator would be waited for."""
 
-    shape: torch.Size
+    kept: Tensor
     index: Tensor
+
+    def on(self, device: torch.device) -> Places:
+        """Return the same positions on another device."""
+        return Places(self.kept.to(device, non_blocking=True), self.index.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ class PackedTensor:
         values = values.to(self.dtype)
         if self.places is None:
             return values.view(self.shape)
-        samples, tokens = self.places.shape
+        samples, tokens = self.places.kept.shape
         full = values.new_zeros((samples * tokens, *values.shape[1:])).index_copy_(0, self.places.index, values)
         return full.view(samples, tokens, *values.shape[1:]).movedim(1, -2)
 
@@ -132,7 +137,7 @@ class PackedTensor:
         """Return the same tensor, unpacked on another device."""
         values = self.values.to(device) if isinstance(self.values, Tensor) else self.values
         scale = None if self.scale is None else self.scale.to(device)
-        places = None if self.places is None else replace(self.places, index=self.places.index.to(device))
+        places = None if self.places is None else self.places.on(device)
         return replace(self, values=values, scale=scale, places=places, device=device)
 
 
@@ -142,7 +147,7 @@ class Packed(Generic[M]):
 
     rest: M
     tensors: dict[str, PackedTensor]
-    kept: Tensor | None
+    places: Places | None
 
     def nbytes(self) -> dict[str, int]:
         """Bytes that are sent, by ledger heading."""
@@ -184,16 +189,14 @@ class Exchange(Sequence[M]):
             packed.append(message, kept(i, message))
         return packed
 
-    def append(self, message: M, kept: Tensor | None = None) -> None:
-        """Pack a message; `kept` says which token positions (b, T) hold anything."""
-        kept = self.store.positions(kept)
-        places = None if kept is None else Places(kept.shape, kept.flatten().nonzero().squeeze(1))
+    def append(self, message: M, places: Places | None = None) -> None:
+        """Pack a message; `places` says which token positions are sent."""
         packed = {name: self._pack(t, places) for name, t in message.tensors().items() if _is_packed(message, name, t)}
         empty: dict[str, Any] = dict.fromkeys(packed)
-        self.packed.append(Packed(replace(message, **empty), packed, kept))
+        self.packed.append(Packed(replace(message, **empty), packed, places))
 
     def _pack(self, t: Tensor, places: Places | None) -> PackedTensor:
-        if places is not None and (t.shape[0], t.shape[-2]) != places.shape:
+        if places is not None and (t.shape[0], t.shape[-2]) != places.kept.shape:
             places = None  # not a tensor over token positions
         values = t if places is None else t.movedim(-2, 1).flatten(0, 1).index_select(0, places.index)
         values, scale = _convert(values, self.store.dtype)
@@ -219,9 +222,14 @@ class Exchange(Sequence[M]):
             self._read = (index, self.packed[index].unpack())
         return self._read[1]
 
-    def kept(self, index: int) -> Tensor | None:
-        """Return which token positions of a message hold anything (b, T); None: all."""
-        return self.packed[index].kept
+    def places(self, index: int) -> Places | None:
+        """Return which token positions of a message were sent; None: all."""
+        return self.packed[index].places
+
+    def outlines(self) -> Iterator[M]:
+        """Yield the messages without unpacking: in the places of large tensors are some of their shape with nothing."""
+        for packed in self.packed:
+            yield replace(packed.rest, **{n: torch.empty(t.shape, device="meta") for n, t in packed.tensors.items()})
 
     def types(self) -> list[type[Message]]:
         """Return what kind of message each is, without unpacking it."""

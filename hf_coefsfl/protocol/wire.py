@@ -207,19 +207,18 @@ class _Reader:
         # Without memory: the shapes are not yet known to be sound.
         outlines = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         rest = kind(**values, **outlines)
-        mask = self.store.positions(kept(index, rest))
-        places = None if mask is None else Places(mask.shape, mask.flatten().nonzero().squeeze(1))
+        places = kept(index, rest)
         packed = {
             name: self.packed(f"{index}.{name}", shape, _NAMED[declared["packed"][name]["dtype"]], places)
             for name, shape in shapes.items()
         }
         nothing: dict[str, Any] = dict.fromkeys(packed)
-        return Packed(replace(rest, **nothing), packed, mask)
+        return Packed(replace(rest, **nothing), packed, places)
 
     def packed(self, name: str, shape: torch.Size, dtype: torch.dtype, places: Places | None) -> PackedTensor:
         values = self.tensor(name)
         scale = self.here(name + _SCALE) if name + _SCALE in self.header else None
-        if places is not None and (len(shape) < 3 or (shape[0], shape[-2]) != places.shape):
+        if places is not None and (len(shape) < 3 or (shape[0], shape[-2]) != places.kept.shape):
             places = None
         expected = shape if places is None else torch.Size([len(places.index), *shape[1:-2], shape[-1]])
         if values.shape != expected:

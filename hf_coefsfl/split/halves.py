@@ -58,16 +58,23 @@ class ClientHalf(Half):
 
     side = "client"
 
-    def forward(self, **inputs: Any) -> SmashedData:
+    def context(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        """Return what the server needs of a batch beside activations, where the batch is."""
+        raw = sort_inputs(inputs)[0]
+        device = next((t.device for t in raw.values() if isinstance(t, Tensor)), None)
+        return crossing_context(self.model, raw, self.cut.crossing, device)
+
+    def forward(self, *, crossing: dict[str, Tensor] | None = None, **inputs: Any) -> SmashedData:
         """Run the client's blocks on a batch.
 
         Labels are not needed; if given they are not used here, only carried along in the result.
         The activations, and what else the block at the cut needs, stay on the client's graph.
+        `crossing` is `context(inputs)` if it is known: to find out about inputs on an accelerator is to wait for it.
         """
         raw, labels, shapes = sort_inputs(inputs)
         arguments = run_to_cut(self.model, raw | no_cache(self.model))
         activations: Tensor = arguments.pop(next(iter(arguments)))
-        context = crossing_context(self.model, raw, self.cut.crossing, activations.device)
+        context = self.context(raw) if crossing is None else dict(crossing)
         by_path = {path: leaf for name, value in arguments.items() for path, leaf in leaves(value, name)}
         for path in self.cut.shipped:
             if path in by_path:

@@ -168,13 +168,14 @@ def test_a_batch_that_has_not_turned_is_trained_on_as_usual() -> None:
 def test_padding_has_no_part_in_the_cosine() -> None:
     client, _ = toy_sides(CLASSIFICATION, 1)
     mask = torch.tensor([[1, 1, 0]] * 4)
-    forward = client.half.forward
+    half: Any = client.half
+    forward = half.forward
 
-    def padded(x: Tensor) -> SmashedData:  # whatever padding holds changes from pass to pass
+    def padded(x: Tensor, crossing: dict[str, Tensor]) -> SmashedData:  # what padding holds changes from pass to pass
         s = forward(x).activations
-        return SmashedData(s + 100 * torch.randn(s.shape) * (1 - mask)[..., None], {"attention_mask": mask})
+        return SmashedData(s + 100 * torch.randn(s.shape) * (1 - mask)[..., None], crossing)
 
-    client.half.forward = padded  # type: ignore[method-assign]
+    half.forward, half.context = padded, lambda inputs: {"attention_mask": mask}
     client.exchange()
     client._first = None
     client.smash(0)

@@ -23,7 +23,7 @@ from tests.support.toy import CLASSIFICATION
 
 NAN = float("nan")
 
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Batch = tuple[torch.Tensor, list[int], torch.Tensor]
 
 
 def close(a: ClassStatistics, b: ClassStatistics, **tolerance: Any) -> bool:
@@ -37,7 +37,7 @@ def uploads(lengths: list[int], seed: int = 0, size: int = 6, features: int = 2)
     for length in lengths:
         s = 3 + 2 * torch.randn(size, length, features, generator=source)
         mask = torch.arange(length) < torch.randint(1, length + 1, (size, 1), generator=source)
-        batches.append((s, torch.arange(size) % 2, mask))
+        batches.append((s, [row % 2 for row in range(size)], mask))
     return batches
 
 
@@ -76,7 +76,7 @@ def test_pooling_gives_the_moments_of_all_samples() -> None:
     total = pooled(class_moments(*batch) for batch in batches)
     for label in (0, 1):
         for t in range(7):
-            heap = [s[(y == label) & m[:, t], t] for s, y, m in batches if s.shape[1] > t]
+            heap = [s[(torch.tensor(y) == label) & m[:, t], t] for s, y, m in batches if s.shape[1] > t]
             seen = torch.cat(heap)
             assert total[label].weight[t] == len(seen)
             if len(seen):
@@ -98,7 +98,7 @@ def test_running_moments_are_weighted_pooled_moments_and_a_sum_of_floors() -> No
     source, heap, weights, cumulated = generator(1), [], [], []
     for number in (1, 1, 2, 5):
         s = torch.randn(number + 2, 3, 2, generator=source, dtype=torch.double).float()
-        ours = class_moments(s, torch.zeros(len(s), dtype=torch.long), torch.ones(s.shape[:2], dtype=torch.bool))
+        ours = class_moments(s, [0] * len(s), torch.ones(s.shape[:2], dtype=torch.bool))
         running = update(running, {0: ours[0].scaled(number)}, floor)
         heap.append(s)
         weights += [float(number)] * len(s)

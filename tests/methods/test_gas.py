@@ -14,10 +14,12 @@ from hf_coefsfl.methods.base import ClientState
 from hf_coefsfl.methods.gas import (
     GAS,
     adjusted_gradient,
+    class_labels,
     enlarge,
     label_counts,
     missing_labels,
     observe,
+    outlines,
     weighted,
 )
 from hf_coefsfl.methods.parts.class_statistics import (
@@ -54,9 +56,12 @@ def run(method: GAS, sides: tuple[ClientSide, ServerSide]) -> LocalLink:
 def test_adjusted_gradient_against_autograd() -> None:
     client, server = toy_sides(CLASSIFICATION, 2)
     smashed = client.exchange()
-    counts = label_counts(smashed, 3)
     labels = torch.cat([data.labels["labels"] for data in smashed]).tolist()
-    assert counts.tolist() == [labels.count(c) for c in range(3)]
+    batches = class_labels(outlines(smashed))
+    assert [len(batch) for batch in batches] == [len(data.activations) for data in smashed]
+    assert [label for batch in batches for label in batch] == labels
+    assert label_counts(batches, 3) == [labels.count(c) for c in range(3)]
+    counts = torch.tensor(label_counts(batches, 3)).float()
     leaf = smashed[0].activations.clone().requires_grad_()
     half: Any = server.half
     logits = half.head(half.hidden(leaf).tanh()).mean(1)
@@ -142,13 +147,13 @@ def test_a_round_works_with_its_own_upload_and_weighs_it_by_its_number() -> None
     client, server = labelled_sides([[0, 0, 1, 2], [0, 1, 2, 2]])
     client.context = server.context = replace(server.context, round_index=4)
     smashed = client.exchange()
-    expected = weighted(pooled(observe(data) for data in smashed), server)
+    expected = weighted(pooled(map(observe, smashed, class_labels(smashed))), server)
     method = GAS()
     run(method, (client, server))
     assert identical(from_tensors(server.kept), expected)
     assert (from_tensors(server.kept)[0].weight == 5 * 3).all()
     client.context = server.context = replace(server.context, round_index=0)
-    assert (weighted(observe(smashed[0]), server)[0].weight == 2).all()
+    assert (weighted(observe(smashed[0], class_labels(smashed)[0]), server)[0].weight == 2).all()
 
 
 def test_generation_uses_the_statistics_of_start_and_own_upload(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +169,7 @@ def test_generation_uses_the_statistics_of_start_and_own_upload(monkeypatch: pyt
     monkeypatch.setattr(module, "enlarge", spy)
     method = GAS()
     client, server = labelled_sides([[0, 0, 1, 2]])
-    known = class_moments(5 + torch.randn(8, 3, 4), torch.arange(8) % 3, torch.ones(8, 3, dtype=torch.bool))
+    known = class_moments(5 + torch.randn(8, 3, 4), [0, 1, 2, 0, 1, 2, 0, 1], torch.ones(8, 3, dtype=torch.bool))
     method.merge([ClientState(1, 8, to_tensors(known))])
     start = method.statistics
     run(method, (client, server))
@@ -185,8 +190,8 @@ def test_a_round_repeats_to_the_bit() -> None:
 def test_ignored_labels_enter_nothing() -> None:
     client, server = labelled_sides([[0, 0, -100, 1]])
     (smashed,) = client.exchange()
-    assert label_counts([smashed], 3).tolist() == [2, 1, 0]
-    assert list(observe(smashed)) == [0, 1]
+    assert label_counts(class_labels([smashed]), 3) == [2, 1, 0]
+    assert list(observe(smashed, [0, 0, -100, 1])) == [0, 1]
     assert adjusted_gradient(server, smashed, 0, torch.ones(3))[2].norm() == 0
 
 
@@ -221,7 +226,7 @@ def test_per_batch_by_hand() -> None:
         counts = counts + torch.tensor([float(target.count(c)) for c in range(3)])
         gradient = adjusted_gradient(twin_server, smashed, batch, counts)
         twin_client.descend(gradient)
-        statistics = pooled([statistics, observe(smashed)])
+        statistics = pooled([statistics, observe(smashed, target)])
         missing = missing_labels([target.count(c) for c in range(3)], 16)
         twin_server.train_step(enlarge(smashed, missing, update({}, statistics), twin_server, batch), batch)
     for ours, twin in zip(values(client) + values(server), values(twin_client) + values(twin_server), strict=True):

@@ -64,7 +64,7 @@ def test_servers_accept_enlarged_batches(name: str) -> None:
     batch["labels"] = torch.tensor([0, 1, 2])
     with torch.no_grad():
         smashed = split.client(**batch)
-        statistics = update({}, observe(smashed))
+        statistics = update({}, observe(smashed, [0, 1, 2]))
         server = server_of(split)
         assert can_generate(statistics, [smashed], 3)
         enlarged = enlarge(smashed, [2, 0, 0, 1], statistics, server, batch=0)
@@ -88,7 +88,7 @@ def test_padding_of_generated_text_is_where_its_class_was_never_seen() -> None:
     context["flag"] = torch.tensor(1)
     smashed = SmashedData(s, context, {"labels": labels}, {"input_ids": (2, 4)})
     _, server = toy_sides(CLASSIFICATION)
-    enlarged = enlarge(smashed, [1, 0, 1], update({}, observe(smashed)), server, 0)
+    enlarged = enlarge(smashed, [1, 0, 1], update({}, observe(smashed, [0, 1])), server, 0)
     assert torch.equal(enlarged.context["attention_mask"], mask[[0, 1, 1, 0, 1]])
     assert torch.equal(enlarged.context["padding"], ~mask[[0, 1, 1, 0, 1]])
     assert torch.equal(enlarged.context["position_ids"], context["position_ids"][[0, 1, 0, 1, 0]])

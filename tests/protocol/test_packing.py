@@ -87,7 +87,7 @@ def test_padding_is_left_out() -> None:
     assert torch.equal(back.gradient, values() * kept[..., None])
     assert torch.equal(back.curvature, curvature * kept[:, None, None, :, None])
     assert exchange.nbytes() == {"gradients": 10 * 8 * 4, "curvature": 10 * 2 * 4 * 8 * 4, "extras": 24}
-    assert packed(Store(), Feedback(values()), kept).kept(0) is None  # not asked for
+    assert packed(Store(), Feedback(values()), kept).places(0) is None  # not asked for
 
 
 def test_what_the_loss_reads_is_kept() -> None:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hf_coefsfl.protocol.messages import Feedback, Message, Parameters, SmashedData
-from hf_coefsfl.protocol.packing import EXCHANGE_DTYPES, Exchange, Store
+from hf_coefsfl.protocol.packing import EXCHANGE_DTYPES, Exchange, Places, Store
 from hf_coefsfl.protocol.wire import read_exchange, read_message, write_exchange, write_message
 from tests.support.paths import ROOT
 
@@ -32,18 +32,18 @@ def smashed(batches: int = 3, padded: bool = True) -> list[SmashedData]:
     return found
 
 
-def mask_of(message: SmashedData) -> torch.Tensor | None:
+def places_of(message: SmashedData, store: Store) -> Places | None:
     mask = message.context["attention_mask"].bool()
-    return None if mask.all() else mask
+    return store.places(None if mask.all() else mask)
 
 
 def packed(store: Store, messages: list[Any] | None = None) -> Exchange[Any]:
     messages = smashed() if messages is None else messages
-    return Exchange.of(messages, store, lambda _, message: mask_of(message))
+    return Exchange.of(messages, store, lambda _, message: places_of(message, store))
 
 
 def read(path: Path, store: Store) -> Exchange[SmashedData]:
-    return read_exchange(path, SmashedData, store, lambda _, message: mask_of(message))
+    return read_exchange(path, SmashedData, store, lambda _, message: places_of(message, store))
 
 
 @pytest.mark.parametrize("dtype", EXCHANGE_DTYPES)

@@ -32,6 +32,7 @@ from hf_coefsfl.protocol.client_side import ClientSide
 from hf_coefsfl.protocol.link import packed_upload
 from hf_coefsfl.protocol.loss import LossSpec
 from hf_coefsfl.protocol.messages import ClientResult, Message, Parameters
+from hf_coefsfl.protocol.packing import Places
 from hf_coefsfl.protocol.wire import read_exchange, write_exchange, write_message
 from hf_coefsfl.split import SplitModel, split_model
 from hf_coefsfl.split.lora import trainable_sides
@@ -225,8 +226,8 @@ class HonestClient:
         places = {b: i for i, b in enumerate(numbers)}
         walked = batches if batches is not None else numbers
 
-        def kept(place: int, message: Message) -> Tensor | None:
-            found: Tensor | None = sent.kept(places[walked[place]])
+        def kept(place: int, message: Message) -> Places | None:
+            found: Places | None = sent.places(places[walked[place]])
             return found
 
         messages: Any = read_exchange(path, Message, self.side.context.store, kept)

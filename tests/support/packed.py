@@ -11,7 +11,7 @@ from tests.support.federated import texts, tiny_bert, trainer
 
 def packed(store: Store, message: Any, kept: torch.Tensor | None = None) -> Exchange[Any]:
     exchange: Exchange[Any] = Exchange(store)
-    exchange.append(message, kept)
+    exchange.append(message, store.places(kept))
     return exchange
 
 

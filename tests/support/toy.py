@@ -27,8 +27,11 @@ class ToyClient(nn.Module):
         super().__init__()
         self.layer = nn.Linear(3, 4)
 
-    def forward(self, x: Tensor) -> SmashedData:
-        return SmashedData(self.layer(x).tanh())
+    def context(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {}
+
+    def forward(self, x: Tensor, crossing: dict[str, Tensor] | None = None) -> SmashedData:
+        return SmashedData(self.layer(x).tanh(), crossing or {})
 
 
 class ToyServer(nn.Module):

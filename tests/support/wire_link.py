@@ -17,12 +17,13 @@ class WireLink(LocalLink):
 
     def fetch(self, batches: Sequence[int] | None) -> Exchange[SmashedData]:
         sent = super().fetch(batches)
-        return self._carried(sent, SmashedData, lambda _, data: kept_positions(data, self.client.loss_spec))
+        store, task = self.context.store, self.client.loss_spec
+        return self._carried(sent, SmashedData, lambda _, data: store.places(kept_positions(data, task)))
 
     def deliver(self, messages: Exchange[Message] | None, batches: Sequence[int] | None) -> None:
         if messages is not None:
-            places = range(self.num_batches) if batches is None else batches
-            messages = self._carried(messages, Message, lambda i, _: self._positions.get(places[i]))
+            numbers = range(self.num_batches) if batches is None else batches
+            messages = self._carried(messages, Message, lambda i, _: self._places.get(numbers[i]))
         super().deliver(messages, batches)
 
     def _carried(self, sent: Exchange[Any], kind: type[Message], kept: Any) -> Exchange[Any]:

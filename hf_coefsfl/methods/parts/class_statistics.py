@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,10 +97,15 @@ def update(old: ClassStatistics, new: ClassStatistics, floor: float = VARIANCE_F
     return updated
 
 
-def class_moments(activations: Tensor, labels: Tensor, mask: Tensor) -> dict[int, Moments]:
+def class_moments(activations: Tensor, labels: Sequence[int], mask: Tensor) -> dict[int, Moments]:
     """Return the moments of each class in a batch (b, T, *d); labels below zero belong to none."""
-    classes = [label for label in labels.unique().tolist() if label >= 0]
-    return {label: Moments.of(activations[labels == label], mask[labels == label]) for label in classes}
+    rows: dict[int, list[int]] = {label: [] for label in sorted(set(labels)) if label >= 0}
+    for row, label in enumerate(labels):
+        if label >= 0:
+            rows[label].append(row)
+    order = torch.tensor([row for own in rows.values() for row in own], dtype=torch.long).to(activations.device)
+    parts = order.split([len(own) for own in rows.values()])
+    return {label: Moments.of(activations[part], mask[part]) for label, part in zip(rows, parts, strict=True)}
 
 
 def pooled(batches: Iterable[ClassStatistics]) -> dict[int, Moments]:

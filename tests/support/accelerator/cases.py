@@ -134,9 +134,9 @@ def in_a_file(folder: Path) -> None:
 
 def workers(folder: Path) -> None:
     """Batches that workers made come from pinned memory, and are the same."""
-    before = device_code.uploads_from_pinned()
+    before = device_code.counts().get("upload pinned", 0)
     with_workers = trained(folder, DEVICE, dataloader_num_workers=1, **ONE_ROUND)
-    assert device_code.uploads_from_pinned() > before
+    assert device_code.counts()["upload pinned"] > before
     assert_same(with_workers, plain(folder.parent))
 
 

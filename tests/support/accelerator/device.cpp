@@ -17,9 +17,12 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
+#include <string>
 #include <unordered_map>
 
 namespace {
@@ -39,7 +42,14 @@ const c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 std::atomic<bool> refuses_float64{false};     // as MPS does
 std::atomic<bool> defers_copies{false};       // copies to the host that do not block arrive when it synchronizes
 std::atomic<int64_t> live_bytes{0};           // of device memory
-std::atomic<int64_t> uploads_from_pinned{0};  // copies to the device that did not block
+
+std::mutex counts_mutex;
+std::map<std::string, int64_t> counts;  // "launch", "wait" or "upload", and of what
+
+void count(const std::string& what) {
+  std::lock_guard<std::mutex> lock(counts_mutex);
+  counts[what]++;
+}
 
 // ---- Devices ----
 
@@ -129,6 +139,7 @@ void defer(const Tensor& to, const Tensor& from) {
 }
 
 void synchronize() {
+  count("wait synchronize");
   std::vector<std::pair<Tensor, Tensor>> arrived;
   {
     std::lock_guard<std::mutex> lock(pending_mutex);
@@ -138,6 +149,8 @@ void synchronize() {
 }
 
 // ---- The guard: each device has one stream ----
+
+using Moment = std::chrono::steady_clock::time_point;  // what an event is: the CPU has done what was asked before
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kEmulated; }
@@ -163,11 +176,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream&) const override { synchronize(); }
   void synchronizeDevice(DeviceIndex) const override { synchronize(); }
-  void record(void**, const c10::Stream&, DeviceIndex, c10::EventFlag) const override {}
+  void record(void** event, const c10::Stream&, DeviceIndex, c10::EventFlag) const override {
+    if (*event == nullptr) *event = new Moment;
+    *static_cast<Moment*>(*event) = std::chrono::steady_clock::now();
+  }
+  double elapsedTime(void* begin, void* end, DeviceIndex) const override {
+    return std::chrono::duration<double, std::milli>(*static_cast<Moment*>(end) - *static_cast<Moment*>(begin)).count();
+  }
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
   void synchronizeEvent(void*) const override { synchronize(); }
-  void destroyEvent(void*, DeviceIndex) const noexcept override {}
+  void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<Moment*>(event); }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
@@ -357,10 +376,29 @@ void follow(const Aliases& aliases) {
   }
 }
 
+// Counts an operation: as a launch unless it makes a view, and as a wait if the host needs its values to go on.
+void count_operation(const c10::FunctionSchema& schema, c10::ArrayRef<IValue> arguments) {
+  static const std::set<std::string> asking{
+      "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero", "aten::_unique2", "aten::unique_dim",
+      "aten::unique_consecutive", "aten::bincount", "aten::repeat_interleave", "aten::_linalg_eigh"};
+  const auto& results = schema.returns();
+  bool is_view = !results.empty() && results[0].alias_info() && !results[0].alias_info()->isWrite();
+  if (!is_view) count("launch " + schema.name());
+  bool by_mask = false;  // an index by a mask has as many rows as the mask has ones
+  for (const IValue& value : arguments) {
+    if (!value.isOptionalTensorList()) continue;
+    for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector()) {
+      by_mask |= tensor && tensor->scalar_type() == at::kBool;
+    }
+  }
+  if (by_mask || asking.count(schema.name())) count("wait " + schema.name());
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size(), begin = stack->size() - count;
   const auto device = device_of(op, c10::ArrayRef<IValue>(*stack).slice(begin));
+  count_operation(schema, c10::ArrayRef<IValue>(*stack).slice(begin));
 
   Aliases aliases;
   auto down = [&](const Tensor& tensor) {
@@ -451,7 +489,14 @@ Tensor& set_storage(Tensor& self, at::Storage storage) {
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  if (non_blocking && from.is_cpu() && is_pinned(from.storage().data())) uploads_from_pinned++;
+  bool pinned_host = is_pinned((from.is_cpu() ? from : to).storage().data());
+  if (from.is_cpu()) {
+    count(non_blocking && pinned_host ? "upload pinned" : "upload pageable");
+  } else if (to.is_cpu()) {
+    if (!non_blocking) count("wait copy to the host");
+  } else {
+    count("launch aten::copy_");
+  }
   if (non_blocking && to.is_cpu() && defers_copies) {
     defer(to, on_host(from));
   } else {
@@ -465,7 +510,10 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
   return copy_from(from, to, false);
 }
 
-at::Scalar local_scalar(const Tensor& tensor) { return on_host(tensor).item(); }
+at::Scalar local_scalar(const Tensor& tensor) {
+  count("wait item");
+  return on_host(tensor).item();
+}
 
 Tensor convolution(
     const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, c10::IntArrayRef stride,
@@ -475,6 +523,7 @@ Tensor convolution(
     bool elsewhere = tensor.defined() && tensor.device() != input.device();
     TORCH_CHECK(!elsewhere, "Expected all tensors to be on ", input.device(), ", found weights on ", tensor.device());
   }
+  count("launch aten::convolution");
   at::AutoDispatchBelowADInplaceOrView guard;
   auto host_bias = bias ? std::optional<Tensor>(on_host(*bias)) : std::nullopt;
   auto result = at::convolution(
@@ -486,6 +535,7 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
     const Tensor& gradient, const Tensor& input, const Tensor& weight, c10::IntArrayRef stride,
     c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding,
     int64_t groups, std::array<bool, 3> mask) {
+  count("launch aten::convolution_backward");
   at::AutoDispatchBelowADInplaceOrView guard;
   int64_t bias_size[] = {transposed ? weight.size(1) * groups : weight.size(0)};
   auto [of_input, of_weight, of_bias] = at::convolution_backward(
@@ -547,5 +597,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("refuse_float64", [](bool on) { refuses_float64 = on; });
   module.def("defer_copies", [](bool on) { defers_copies = on; });
   module.def("live_bytes", [] { return live_bytes.load(); });
-  module.def("uploads_from_pinned", [] { return uploads_from_pinned.load(); });
+  module.def("counts", [] {
+    std::lock_guard<std::mutex> lock(counts_mutex);
+    return counts;
+  });
 }

@@ -27,6 +27,10 @@ def cases_of(group: str) -> dict[str, Callable[[Path], None]]:
         from tests.support.accelerator.sites import sites
 
         return sites()
+    if group == "counts":
+        from tests.support.accelerator.counts import cases
+
+        return cases()
     from tests.support.accelerator.cases import GROUPS
 
     return GROUPS[group]()

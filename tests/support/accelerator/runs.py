@@ -25,7 +25,9 @@ ROWS, EVALUATED, CLIENTS = 24, 8, 3
 TOLERANCE = 1e-3
 
 
-def make(folder: Path, device: str, kind: str = "bert", dropout: float = 0.0, **changes: Any) -> SplitFedTrainer:
+def make(
+    folder: Path, device: str, kind: str = "bert", dropout: float = 0.0, rows: int = ROWS, **changes: Any
+) -> SplitFedTrainer:
     """Return the trainer of a run with three clients and two rounds."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = device
     model, data = (tiny_vit(dropout), images) if kind == "vit" else (tiny_bert(dropout), texts)
@@ -38,7 +40,7 @@ def make(folder: Path, device: str, kind: str = "bert", dropout: float = 0.0, **
         "use_cpu": False,
     }
     settings |= {"eval_dataset": data(EVALUATED, seed=1), "method_kwargs": QUICK.get(changes.get("method", ""))}
-    run = trainer(folder, model, data(ROWS), **settings | changes)
+    run = trainer(folder, model, data(rows), **settings | changes)
     expected = torch.device(device)
     assert {run.args.device, *(p.device for p in run.split.model.parameters())} == {expected}
     return run
