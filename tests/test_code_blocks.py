@@ -40,6 +40,7 @@ NOT_RUN = {
     "python benchmarks/smollm2.py": "needs packages of PyPI; tests/tasks/test_conversations.py has its questions",
     "python recipes/flower/example.py": "tests/flower/test_network.py runs it",
     "python -m hf_coefsfl.flower.supernode": "a process that waits; tests/flower/test_network.py runs it",
+    "coefsfl cost --model llama-3-8b": "takes minutes; tests/analysis/test_large.py has a small one",
     "coefsfl split": "tests/flower/test_network.py runs it",
     "flower-superlink": "a process that waits; tests/flower/test_network.py runs it, with TLS too",
     "flwr": "needs a SuperLink; tests/flower/test_network.py runs it",

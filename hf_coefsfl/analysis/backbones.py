@@ -49,35 +49,51 @@ BACKBONES = {
     "distilroberta": Backbone("roberta", "sequence-classification", 2, _ROBERTA | {"num_hidden_layers": 6}),
     "roberta": Backbone("roberta", "sequence-classification", 4, _ROBERTA),
 }
+# Architectures of large language models, as their config.json gives them.
+LARGE_BACKBONES = {
+    "llama-3-8b": Backbone("llama", "causal-lm", 2, {
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    }),
+    "qwen2.5-7b": Backbone("qwen2", "causal-lm", 2, {
+        "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+    }),
+}  # fmt: skip
+NAMED = BACKBONES | LARGE_BACKBONES
 
 
 def default_cut(name: str) -> int:
     """Return the paper's cut of a backbone; 2, as `SplitFedConfig` has it, for any other model."""
-    return BACKBONES[name].cut if name in BACKBONES else 2
+    return NAMED[name].cut if name in NAMED else 2
 
 
-def build_model(name: str, num_labels: int | None = None, task: str | None = None) -> PreTrainedModel:
+def build_model(
+    name: str, num_labels: int | None = None, task: str | None = None, dtype: str = "float32"
+) -> PreTrainedModel:
     """Return a model with random weights: a backbone by name, or by the config of a folder or of a Hub id.
 
     The cost of a round depends on shapes only, so weights are neither read nor downloaded. Attention is
     the eager one if the model has it: fused kernels hide their operations from a counter.
     """
-    config = BACKBONES[name].config() if name in BACKBONES else _read_config(name)
+    config = NAMED[name].config() if name in NAMED else _read_config(name)
     if num_labels is not None:
         config.num_labels = num_labels
     text = config.get_text_config()
     if getattr(text, "vocab_size", None) and getattr(text, "pad_token_id", None) is None:
         text.pad_token_id = 0  # classifiers that pool at the last token refuse batches without one
-    if task is None and name in BACKBONES:
-        task = BACKBONES[name].task
+    if task is None and name in NAMED:
+        task = NAMED[name].task
     auto: Any = TASKS[task] if task is not None else _own_class(config, name)
     build = auto.from_config if hasattr(auto, "from_config") else auto._from_config
     try:
-        model: PreTrainedModel = build(config, attn_implementation="eager")
+        model: PreTrainedModel = build(config, attn_implementation="eager", dtype=getattr(torch, dtype))
     except (ValueError, ImportError) as error:
         if "eager" not in str(error) and "attn_implementation" not in str(error):
             raise ValueError(f"{name} cannot be built for {task or 'its own task'}: {error}") from error
-        model = build(config)
+        model = build(config, dtype=getattr(torch, dtype))
     return model
 
 
@@ -92,7 +108,7 @@ def _read_config(name: str) -> PreTrainedConfig:
         what = "cannot be read" if folder.is_dir() else "Hub id its config cannot be had"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
-            f"Unknown model {name!r}. {where} {what} ({reason}). Backbones that need no Hub: {', '.join(BACKBONES)}."
+            f"Unknown model {name!r}. {where} {what} ({reason}). Backbones that need no Hub: {', '.join(NAMED)}."
         ) from error
     return config
 

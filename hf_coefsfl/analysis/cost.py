@@ -9,6 +9,7 @@ whose rounds also do other work says how much (`Method.round_kinds`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,11 +28,14 @@ from ..protocol.seeds import preserved_random_state
 from ..split import SplitModel, find_blocks, split_model
 from ..split.blocks import members
 from ..split.lora import default_lora, trainable_sides
+from ..split.precision import train_in_float32
 from .backbones import Samples
 from .flops import CountedLink, CountedServer, OperationCounter
 from .memory import Footprint, Run, footprint
+from .storage import block_weights
 from .tables import MIB
 from .timing import Devices, Network, RoundWork
+from .weightless import Shapes, is_weightless, with_trained_values
 
 # Headings of the meter that the paper's table leaves out: labels, masks, scalars; federated averaging.
 EXTRAS = ("extras", "adapters")
@@ -58,6 +62,8 @@ class Cost:
     client_last_flops: int = 0  # of the client's last local updates,
     server_meanwhile_flops: int = 0  # and of the server while they run
     share: float = 1.0  # of a run's rounds that are of this kind
+    dtype: str = "float32"  # of the base weights
+    block_weights: Numbers = field(default_factory=dict)  # sizes of what quantisation would apply to, by side
 
     @property
     def num_bytes(self) -> int:
@@ -78,6 +84,7 @@ class Cost:
         per_sample = 1e9 * self.num_samples
         row: dict[str, Any] = {
             "method": self.method,
+            "dtype": self.dtype,
             "cut": self.cut,
             "transfers": self.transfers,
             "up_mib": _main(self.up) / MIB,
@@ -147,6 +154,7 @@ class CostModel:
         head: str | None = None,
         sequence_length: int | None = None,
         exchange_dtype: str = "float32",
+        gradient_checkpointing: bool = False,
     ):
         if exchange_dtype not in EXCHANGE_DTYPES:
             raise ValueError(
@@ -154,8 +162,18 @@ class CostModel:
             )
         self.exchange_dtype = exchange_dtype
         self.samples = Samples(model, sequence_length)
-        self.model = get_peft_model(model, default_lora(model, head=head))
+        self._weightless = is_weightless(model)
+        with self.shapes():
+            self.model = get_peft_model(model, default_lora(model, head=head))
+            train_in_float32(self.model)
+            with_trained_values(self.model)
+        if gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._splits: dict[int, SplitModel] = {}
+
+    def shapes(self) -> AbstractContextManager[Any]:
+        """Return what a model without weights has to run in."""
+        return Shapes() if self._weightless else nullcontext()
 
     @property
     def cuts(self) -> range:
@@ -165,7 +183,8 @@ class CostModel:
     def split(self, cut: int) -> SplitModel:
         """Return the model split at `cut`; a cut that cannot be is a ValueError."""
         if cut not in self._splits:
-            self._splits = {cut: split_model(self.model, cut).train()}
+            with self.shapes():
+                self._splits = {cut: split_model(self.model, cut).train()}
         return self._splits[cut]
 
     def costs(self, method: Method, cut: int, plan: Round, run: Run | None = None) -> list[Cost]:
@@ -174,7 +193,8 @@ class CostModel:
         Raises a ValueError if the method cannot train this model.
         """
         kinds = self.kinds(method, cut, plan)
-        costs = [self._cost(kind, coefficients, cut, plan) for kind, coefficients in kinds]
+        sizes = block_weights(self.split(cut)).sizes
+        costs = [replace(self._cost(kind, found, cut, plan), block_weights=sizes) for kind, found in kinds]
         if run is None:
             return costs
         usual = replace(kinds[0][0], stored=None)  # work on stored samples is left out of the memory
@@ -275,7 +295,7 @@ class CostModel:
         ours, theirs = trainable_sides(split)
         # A learning rate of zero: the optimizers work, and the weights stay as they are for the next round.
         optimizers = [torch.optim.AdamW(list(side.values()), lr=0.0) for side in (ours, theirs)]
-        with preserved_random_state():
+        with preserved_random_state(), self.shapes():
             method.setup(split, loss_spec, seed=0)
             client = ClientSide(split.client, self.samples.batches(sizes), optimizers[0], context, loss_spec)
             server = CountedServer(split.server, optimizers[1], context, loss_spec)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,7 +27,7 @@ from ..split.stand_ins import _injection
 
 _aten = torch.ops.aten
 # The products that need not be computed to be counted, with the shape of their result.
-_PRODUCTS: dict[Any, Callable[..., tuple[int, ...]]] = {
+PRODUCTS: dict[Any, Callable[..., tuple[int, ...]]] = {
     _aten.mm.default: lambda a, b: (a.shape[0], b.shape[1]),
     _aten.addmm.default: lambda c, a, b: (a.shape[0], b.shape[1]),
     _aten.bmm.default: lambda a, b: (a.shape[0], a.shape[1], b.shape[2]),
@@ -61,7 +62,7 @@ class OperationCounter(TorchDispatchMode):
         self.flops = {"client": 0, "server": 0}
         # A server half runs the model's embeddings on placeholders before it takes the smashed data in.
         self.placeholder_flops = {"client": 0, "server": 0}
-        self.client_weights: dict[int, nn.Parameter] = {}  # by the address of their storage
+        self.client_weights: dict[int, nn.Parameter] = {}  # by their storage
         self._made_up = torch.empty(0)
 
     def __torch_dispatch__(
@@ -69,7 +70,7 @@ class OperationCounter(TorchDispatchMode):
     ) -> Any:
         """Run an operation and count it."""
         kwargs = kwargs or {}
-        if any(isinstance(value, Tensor) and value.is_meta for value in args):
+        if any(isinstance(value, Tensor) and is_meta(value) for value in args):
             return func(*args, **kwargs)  # only shapes: nothing is computed
         if self.side == "client":
             self._note_weights(args)
@@ -81,8 +82,8 @@ class OperationCounter(TorchDispatchMode):
                 if parts is not NotImplemented:
                     return parts
             return func(*args, **kwargs)
-        if func in _PRODUCTS and not self.compute:
-            result = self._make_up(_PRODUCTS[func](*args), args[0])
+        if func in PRODUCTS and not self.compute and not isinstance(args[0], FakeTensor):
+            result = self._make_up(PRODUCTS[func](*args), args[0])
         else:
             result = func(*args, **kwargs)
         injection = _injection.get()
@@ -109,7 +110,7 @@ class OperationCounter(TorchDispatchMode):
         for value in args:
             for leaf in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(leaf, nn.Parameter):
-                    self.client_weights[leaf.untyped_storage().data_ptr()] = leaf
+                    self.client_weights[leaf.untyped_storage()._cdata] = leaf
 
 
 class SavedActivations:
@@ -130,7 +131,7 @@ class SavedActivations:
     def _pack(self, tensor: Tensor) -> _Kept:
         kept = _Kept(tensor.detach())
         storage = tensor.untyped_storage()
-        key, size = storage.data_ptr(), storage.nbytes()
+        key, size = storage._cdata, storage.nbytes()
         if not self.is_weight(tensor):
             self._uses[key] = self._uses.get(key, 0) + 1
             if self._uses[key] == 1:
@@ -163,10 +164,10 @@ class CountedLink(LocalLink):
         self.batch_messages = 0  # bytes of the largest message for single batches
         self.last_flops = 0  # of the client's updates for the whole round, which no server waits for,
         self._server_flops: int | None = None  # and of the server until they began
-        own = {t.untyped_storage().data_ptr() for t in (*client.half.parameters(), *client.half.buffers())}
+        own = {t.untyped_storage()._cdata for t in (*client.half.parameters(), *client.half.buffers())}
 
         def is_weight(tensor: Tensor) -> bool:
-            storage = tensor.untyped_storage().data_ptr()
+            storage = tensor.untyped_storage()._cdata
             return storage in own or storage in counter.client_weights
 
         self.saved = SavedActivations(is_weight)
@@ -247,6 +248,11 @@ class CountedServer(ServerSide):
         super()._train(smashed, batch)
         self.train_flops += self.counter.flops["server"] - flops
         self.train_placeholder_flops += self.counter.placeholder_flops["server"] - placeholder_flops
+
+
+def is_meta(t: Tensor) -> bool:
+    """Return whether a tensor is on the meta device; a fake one is not."""
+    return not isinstance(t, FakeTensor) and t.is_meta
 
 
 def nbytes(t: Tensor) -> int:

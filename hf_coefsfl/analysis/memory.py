@@ -11,7 +11,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,8 @@ from ..protocol.seeds import preserved_random_state
 from ..protocol.server_side import ServerSide
 from ..split import SplitModel
 from ..split.lora import save_halves, trainable_sides
-from .flops import OperationCounter, nbytes
+from .flops import PRODUCTS, OperationCounter, is_meta, nbytes
+from .storage import block_weights
 from .tables import MIB
 
 if TYPE_CHECKING:
@@ -87,6 +88,14 @@ class Footprint:
     server: dict[str, int]  # memory of the server's side of one client, alone
     disk: dict[str, int]  # files that are left at the end
     disk_peak: int  # with the checkpoint that is written before the oldest one is deleted
+    peaks: dict[str, int] = field(default_factory=dict)  # of the round, by who is at work: see `peaks`
+    copied_peaks: dict[str, int] = field(default_factory=dict)  # the same if products copy the weights of the blocks
+
+    def with_round(self, peaks: dict[str, int]) -> Footprint:
+        """Return the same run with these peaks of its rounds."""
+        both = max(peaks["process_client"], peaks["process_server"])
+        client, server = self.client | {"round": peaks["client"]}, self.server | {"round": peaks["server"]}
+        return replace(self, process=self.process | {"round": both}, client=client, server=server, peaks=peaks)
 
     def row(self) -> dict[str, Any]:
         """Return the entries of a table's row, in MiB."""
@@ -108,17 +117,20 @@ class LiveMemory(TorchDispatchMode):
     """Follows every storage that is made inside it for as long as it lives.
 
     After each operation it notes the bytes that live in all, and those that the side at work would
-    hold in a process of its own: what it made itself, and what it was sent.
+    hold in a process of its own: what it made itself, and what it was sent. `copied` are weights that a product
+    works with a copy of, which is noted beside.
     """
 
-    def __init__(self, existing: Sequence[Tensor]):
+    def __init__(self, existing: Sequence[Tensor], copied: Sequence[Tensor] = ()):
         super().__init__()
         self._existing = existing  # referenced, so that no new storage gets the address of one of these
         self._sizes = {t.untyped_storage()._cdata: (0, CLIENT) for t in existing}
+        self._copied = {t.untyped_storage()._cdata: nbytes(t) for t in copied}
         self.side = SERVER
         self.live = [0, 0]  # by the side that made it
         self.received = [0, 0]
-        self.history: list[tuple[int, int, int, int]] = []  # in all, of the side at work, which side, which segment
+        # In all, of the side at work, which side, which segment, and the copy of a weight.
+        self.history: list[tuple[int, int, int, int, int]] = []
         self.ends: list[tuple[int, int, int]] = []  # the same at the end of each segment
 
     def __torch_dispatch__(
@@ -126,8 +138,10 @@ class LiveMemory(TorchDispatchMode):
     ) -> Any:
         """Run an operation and note what lives after it."""
         result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.device):
+            return result
         leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if any(leaf.is_meta for leaf in leaves):
+        if any(map(is_meta, leaves)):
             return result  # only shapes, and asked for once only
         for leaf in leaves:
             storage = leaf.untyped_storage()
@@ -135,7 +149,10 @@ class LiveMemory(TorchDispatchMode):
                 self._sizes[storage._cdata] = (storage.nbytes(), self.side)
                 self.live[self.side] += storage.nbytes()
                 weakref.finalize(storage, self._release, storage._cdata).atexit = False
-        self.history.append((*self._now(), self.side, len(self.ends)))
+        copy = 0
+        if func in PRODUCTS:
+            copy = sum(self._copied.get(t.untyped_storage()._cdata, 0) for t in args if isinstance(t, Tensor))
+        self.history.append((*self._now(), self.side, len(self.ends), copy))
         return result
 
     def _now(self) -> tuple[int, int]:
@@ -190,9 +207,14 @@ class History:
     own: NDArray[np.int64]
     side: NDArray[np.int64]
     segment: NDArray[np.int64]
+    copies: NDArray[np.int64]
     ends: NDArray[np.int64]  # (segments, 3): total, own, side
     inputs: int  # bytes of the collated batches
     state: int  # bytes of what the method keeps from round to round
+
+    def with_copies(self) -> History:
+        """Return the values with the copies of weights among them."""
+        return replace(self, total=self.total + self.copies, own=self.own + self.copies)
 
     def by_segment(self) -> History:
         """Return the largest values of each segment instead of those of each operation."""
@@ -207,8 +229,8 @@ def follow(model: CostModel, method: Method, cut: int, sizes: Sequence[int], rou
     ours, theirs = trainable_sides(split)
     batches = model.samples.batches(sizes)
     inputs = [t for batch in batches for t in batch.values()]
-    memory = LiveMemory([*existing_tensors(split), *inputs])
-    with preserved_random_state(), _usual_attention(split), OperationCounter(), memory:
+    memory = LiveMemory([*existing_tensors(split), *inputs], block_weights(split).tensors)
+    with preserved_random_state(), model.shapes(), _usual_attention(split), OperationCounter(), memory:
         memory.side = CLIENT  # where the auxiliary networks are used
         method.setup(split, loss_spec, seed=0)
         # A learning rate of zero: the weights stay as they are for the next round.
@@ -223,9 +245,9 @@ def follow(model: CostModel, method: Method, cut: int, sizes: Sequence[int], rou
     state = sum(map(nbytes, method.state_dict().values()))
     for half in (split.client, split.server):
         half.zero_grad(set_to_none=True)
-    total, own, side, segment = np.array(memory.history, dtype=np.int64).T
+    total, own, side, segment, copies = np.array(memory.history, dtype=np.int64).T
     ends = np.array(memory.ends, dtype=np.int64)
-    return History(total, own, side, segment, ends, sum(map(nbytes, inputs)), state)
+    return History(total, own, side, segment, copies, ends, sum(map(nbytes, inputs)), state)
 
 
 def existing_tensors(split: SplitModel) -> list[Tensor]:
@@ -255,9 +277,10 @@ def _usual_attention(split: SplitModel) -> Iterator[None]:
 # ---- Memory of a run ----
 
 
-def peaks(two: History, three: History, more: NDArray[np.int64], size: int, generated: int = 0) -> tuple[int, int, int]:
-    """Return the peaks of all, of the client and of the server, from rounds with batches of two and of three samples.
+def peaks(two: History, three: History, more: NDArray[np.int64], size: int, generated: int = 0) -> dict[str, int]:
+    """Return the peaks of the round from rounds with batches of two and of three samples.
 
+    "client" and "server" are those of each alone, "process_client" and "process_server" those of all while it works.
     `size` is the batch size. `more` (segments, 2) is what is added in all and to the side at work, because a round
     has more than two batches; `generated` samples are in the server's batches beside those of the client.
     """
@@ -267,8 +290,11 @@ def peaks(two: History, three: History, more: NDArray[np.int64], size: int, gene
     on_server = generated * per_sample * (two.side == SERVER)
     total = two.total + (three.total - two.total) * (size - 2) + more[two.segment, 0] + on_server
     own = two.own + per_sample * (size - 2) + more[two.segment, 1] + on_server
-    client, server = (int(own[two.side == side].max(initial=0)) for side in (CLIENT, SERVER))
-    return int(total.max()), client, server
+    found: dict[str, int] = {}
+    for side, name in ((CLIENT, "client"), (SERVER, "server")):
+        found[name] = int(own[two.side == side].max(initial=0))
+        found[f"process_{name}"] = int(total[two.side == side].max(initial=0))
+    return found
 
 
 def footprint(
@@ -295,7 +321,9 @@ def footprint(
             last = [[h.ends[h.ends[:, 2] == side][-1, :2] for h in (before, two)] for side in (CLIENT, SERVER)]
             more = np.array([after - earlier for earlier, after in last])[two.ends[:, 2]]
     more = more * (N - shown * b) // 2
-    both, client, server = peaks(two, followed(3, shown), more, b, -(-kind.generated // B))
+    three, generated = followed(3, shown), -(-kind.generated // B)
+    of_round = peaks(two, three, more, b, generated)
+    copied = peaks(two.with_copies(), three.with_copies(), more, b, generated)
     split = model.split(cut)
     trained = 4 * sum(p.numel() for side in trainable_sides(split) for p in side.values())
     state = {
@@ -306,16 +334,14 @@ def footprint(
     process = {
         "weights": sum(map(nbytes, existing_tensors(split))),
         "inputs": inputs,
-        "round": both,
+        "round": 0,
         "averaging": (run.clients_per_round + 1) * trained,  # the global vector and those of the clients
         "state": state[run.num_rounds],
     }
-    return Footprint(
-        process,
-        {"weights": split.client.nbytes(), "inputs": inputs, "round": client},
-        {"weights": split.server.nbytes(), "round": server},
-        *(({}, 0) if cost is None else disk(split, cost, run, state)),
-    )
+    files, files_peak = ({}, 0) if cost is None else disk(split, cost, run, state)
+    client = {"weights": split.client.nbytes(), "inputs": inputs}
+    server = {"weights": split.server.nbytes()}
+    return Footprint(process, client, server, files, files_peak, copied_peaks=copied).with_round(of_round)
 
 
 # ---- Files of a run ----

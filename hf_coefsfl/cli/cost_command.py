@@ -12,9 +12,11 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from ..analysis.backbones import BACKBONES, SEQUENCE_LENGTH, TASKS, build_model, default_cut
+from ..analysis.backbones import NAMED, SEQUENCE_LENGTH, TASKS, build_model, default_cut
 from ..analysis.cost import Cost, CostModel, Round
+from ..analysis.depth import DeepCostModel, cost_model
 from ..analysis.memory import Run
+from ..analysis.storage import DTYPES, computed_in, stored_as
 from ..analysis.tables import format_table
 from ..analysis.timing import Devices, Network
 from ..methods import DEFAULT_METHOD, METHODS, Method, make_method, ordered_methods
@@ -48,10 +50,14 @@ RUN_OPTIONS = ("clients_per_round", "num_clients", "save_steps", "save_total_lim
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
-    add("--model", required=True, help=f"{', '.join(BACKBONES)}, a folder with a config.json, or a Hub id")
+    add("--model", required=True, help=f"{', '.join(NAMED)}, a folder with a config.json, or a Hub id")
     add("--task", choices=list(TASKS), help="default: the backbone's, or what the config says")
     add("--num-labels", type=int, help="number of classes (default: the config's)")
-    add("--cut", help='blocks on the client, or "all" (default: the paper\'s for its backbones, else 2)')
+    add(
+        "--cut",
+        nargs="+",
+        help='blocks on the client, one or several, or "all" (default: the paper\'s for its backbones, else 2)',
+    )
     add("--num-samples", type=int, default=1000, help="samples of the client (default: %(default)s)")
     add("--batch-size", type=int, default=32, help="default: %(default)s")
     add("--local-epochs", type=int, default=1, help="default: %(default)s")
@@ -65,6 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--method-kwargs", metavar="JSON", help=f"options by method, e.g. {_EXAMPLE}")
     add("--exchange-dtype", choices=EXCHANGE_DTYPES, default="float32", help="of what crosses (default: %(default)s)")
+    add("--dtype", nargs="+", choices=DTYPES, default=["float32"], help="of the base weights (default: float32)")
+    add("--gradient-checkpointing", "--gradient_checkpointing", action="store_true", help="as for training")
     add("--rounds", type=int, help="of a run: adds its memory and its files")
     add("--clients-per-round", type=int, help=f"in the process (default: {Run.clients_per_round})")
     add("--num-clients", type=int, help=f"of the run (default: {Run.num_clients})")
@@ -88,15 +96,44 @@ def run(arguments: argparse.Namespace) -> str:
     methods = [_method(item, options) for item in arguments.methods or ordered_methods()]
     if arguments.num_labels is not None and arguments.num_labels < 1:
         raise ValueError(f"--num-labels must be at least 1, got {arguments.num_labels}.")
-    model = CostModel(
-        build_model(arguments.model, arguments.num_labels, arguments.task),
+    costs: list[Cost] = []
+    left_out: dict[str, str] = {}
+    for computed in dict.fromkeys(map(computed_in, arguments.dtype)):
+        stored = [dtype for dtype in arguments.dtype if computed_in(dtype) == computed]
+        found = _costs(arguments, methods, options, plan, of_run, computed, left_out)
+        costs += [stored_as(cost, dtype) for cost in found for dtype in stored]
+    if not costs:
+        raise ValueError(f"no method can train {arguments.model}: {next(iter(left_out.values()), 'none was named')}")
+    for name, reason in left_out.items():
+        print(f"coefsfl cost: {name} is left out: {reason}", file=sys.stderr)
+    rows = [cost.row(networks, devices) for cost in costs]
+    text = render(rows, arguments.format)
+    if of_run is None or arguments.format in ("json", "csv"):
+        return text
+    columns = RUN_COLUMNS if len(arguments.dtype) < 2 else _with_dtype(RUN_COLUMNS)
+    title = f"A run of {of_run.num_rounds} rounds with {of_run.clients_per_round} of {of_run.num_clients} clients each:"
+    return f"{text}\n\n{title}\n\n{format_table(rows, columns, markdown=arguments.format == 'markdown')}"
+
+
+def _costs(
+    arguments: argparse.Namespace,
+    methods: list[Method],
+    options: dict[str, Any],
+    plan: Round,
+    of_run: Run | None,
+    dtype: str,
+    left_out: dict[str, str],
+) -> list[Cost]:
+    """Return the costs of a model that computes in this dtype; methods that cannot train it go to `left_out`."""
+    model = cost_model(
+        lambda: build_model(arguments.model, arguments.num_labels, arguments.task, dtype),
         head=arguments.head,
         sequence_length=arguments.sequence_length,
         exchange_dtype=arguments.exchange_dtype,
+        gradient_checkpointing=arguments.gradient_checkpointing,
     )
     cuts = _cuts(arguments.cut, default_cut(arguments.model), model)
     costs: list[Cost] = []
-    left_out: dict[str, str] = {}
     for cut in cuts:
         model.split(cut)  # a model that cannot be split is one error, not one for each method
     progress = tqdm([(cut, m) for cut in cuts for m in methods], file=sys.stderr, leave=False, unit="method")
@@ -111,16 +148,7 @@ def run(arguments: argparse.Namespace) -> str:
             left_out[f"{name} at cut {cut}"] = str(error)
         except (IndexError, RuntimeError) as error:
             raise ValueError(f"{arguments.model} does not run {name} on such samples: {error}") from error
-    if not costs:
-        raise ValueError(f"no method can train {arguments.model}: {next(iter(left_out.values()), 'none was named')}")
-    for name, reason in left_out.items():
-        print(f"coefsfl cost: {name} is left out: {reason}", file=sys.stderr)
-    rows = [cost.row(networks, devices) for cost in costs]
-    text = render(rows, arguments.format)
-    if of_run is None or arguments.format in ("json", "csv"):
-        return text
-    title = f"A run of {of_run.num_rounds} rounds with {of_run.clients_per_round} of {of_run.num_clients} clients each:"
-    return f"{text}\n\n{title}\n\n{format_table(rows, RUN_COLUMNS, markdown=arguments.format == 'markdown')}"
+    return costs
 
 
 def render(rows: list[dict[str, Any]], style: str) -> str:
@@ -134,12 +162,17 @@ def render(rows: list[dict[str, Any]], style: str) -> str:
         writer.writeheader()
         writer.writerows(flat)
         return text.getvalue().rstrip("\n")
-    shown = COLUMNS | {name: ",.2f" for row in flat for name in row if "seconds" in name}
+    columns = COLUMNS if len({row["dtype"] for row in flat}) < 2 else _with_dtype(COLUMNS)
+    shown = columns | {name: ",.2f" for row in flat for name in row if "seconds" in name}
     # A few bytes must not look like none.
     tiny = [
         row | {name: f"{row[name]:.6f}" for name in ("up_mib", "down_mib") if 0 < row[name] < 0.005} for row in flat
     ]
     return format_table(tiny, shown, markdown=style == "markdown")
+
+
+def _with_dtype(columns: dict[str, str]) -> dict[str, str]:
+    return {"method": "", "dtype": ""} | columns
 
 
 def _networks(arguments: argparse.Namespace) -> dict[str, Network]:
@@ -196,15 +229,16 @@ def _options(text: str | None) -> dict[str, dict[str, Any]]:
     return options
 
 
-def _cuts(text: str | None, default: int, model: CostModel) -> list[int]:
-    if text == "all" and model.cuts:
+def _cuts(given: list[str] | None, default: int, model: CostModel | DeepCostModel) -> list[int]:
+    if given == ["all"] and model.cuts:
         return list(model.cuts)
     try:
-        cut = default if text in (None, "all") else int(text)
+        cuts = [default if text == "all" else int(text) for text in given or ["all"]]
     except ValueError:
-        raise ValueError(f'--cut must be a number of blocks or "all", got {text!r}.') from None
+        raise ValueError(f'--cut must be a number of blocks or "all", got {" ".join(given or [])!r}.') from None
     if not model.cuts:
         raise ValueError("the model has one block only, which leaves nothing to cut.")
-    if cut not in model.cuts:
-        raise ValueError(f"--cut must be from 1 to {model.cuts[-1]} for this model, got {cut}.")
-    return [cut]
+    for cut in cuts:
+        if cut not in model.cuts:
+            raise ValueError(f"--cut must be from 1 to {model.cuts[-1]} for this model, got {cut}.")
+    return cuts
