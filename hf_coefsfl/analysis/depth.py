@@ -1,13 +1,13 @@
 """Large models: costed without their weights, from copies with few blocks.
 
 If all blocks are equal, each block on the client adds the same to what a round moves, computes and holds, and so does
-each on the server. So three copies, with two blocks on the client and one on the server and one more on either, give
+each on the server. So three copies, with two blocks on each side and one more on either, give
 every cut of a model of any depth. Two on the client: its first block needs no gradient at its input, and the others do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from .memory import Footprint, Run
 from .weightless import without_weights
 
 LARGE = 10**9  # parameters
-FEW = (2, 1)  # blocks on the client and on the server
+FEW = (2, 2)  # blocks on the client and on the server
 
 
 def cost_model(build: Callable[[], PreTrainedModel], **options: Any) -> CostModel | DeepCostModel:
@@ -86,19 +86,20 @@ class DeepCostModel:
         if key not in self._known:
             self._known[key] = [model.costs(method, c, plan, run) for (c, _), model in self._models.items()]
         client, server = cut - FEW[0], self._num_blocks - cut - FEW[1]
-        costs = [extrapolated(*kind, client, server) for kind in zip(*self._known[key], strict=True)]
+        costs = [extrapolated(kind, client, server) for kind in zip(*self._known[key], strict=True)]
         return [replace(c, footprint=c.footprint and c.footprint.with_round(c.footprint.peaks)) for c in costs]
 
 
-def extrapolated(base: Any, client: Any, server: Any, more_client: int, more_server: int) -> Any:
-    """Return all numbers of `base` with more blocks; `client` and `server` have one more on that side."""
+def extrapolated(counted: Sequence[Any], more_client: int, more_server: int) -> Any:
+    """Return all numbers with more blocks than the first that was counted; the other two have one more on a side."""
+    base, client, server = counted
     if isinstance(base, int):
         return base + more_client * (client - base) + more_server * (server - base)
     if isinstance(base, dict):
         names = dict.fromkeys([*base, *client, *server])
         parts = {n: [d.get(n, 0) for d in (base, client, server)] for n in names}
-        return {name: extrapolated(*part, more_client, more_server) for name, part in parts.items()}
+        return {name: extrapolated(part, more_client, more_server) for name, part in parts.items()}
     if is_dataclass(base) and isinstance(base, (Cost, Footprint)):
         parts = {f.name: [getattr(c, f.name) for c in (base, client, server)] for f in fields(base)}
-        return replace(base, **{name: extrapolated(*part, more_client, more_server) for name, part in parts.items()})
+        return replace(base, **{name: extrapolated(part, more_client, more_server) for name, part in parts.items()})
     return base

@@ -56,10 +56,9 @@ def test_without_weights_all_is_counted_as_with_them(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_few_blocks_give_every_cut(gradient_checkpointing: bool) -> None:
+def test_few_blocks_give_every_cut() -> None:
     build = builder("llama", num_hidden_layers=7)
-    options: dict[str, Any] = {"sequence_length": TOKENS, "gradient_checkpointing": gradient_checkpointing}
+    options: dict[str, Any] = {"sequence_length": TOKENS, "gradient_checkpointing": True}
     whole, few = CostModel(build(), **options), DeepCostModel(build, **options)
     assert few.cuts == whole.cuts
     method, plan = make_method("coef_d"), Round(12, 4)
@@ -69,10 +68,10 @@ def test_few_blocks_give_every_cut(gradient_checkpointing: bool) -> None:
             assert getattr(found, name) == getattr(expected, name), name
         assert found.client_memory == expected.client_memory
         assert found.footprint is not None and expected.footprint is not None
-        # Another operation may have the peak if there are more blocks: the server's came out 2.7 % too low at cut 2.
+        # Another operation may have the peak if there are more blocks.
         for part in ("process", "client", "server", "disk"):
             sizes = getattr(expected.footprint, part)
-            assert sum(getattr(found.footprint, part).values()) == pytest.approx(sum(sizes.values()), rel=0.05), part
+            assert sum(getattr(found.footprint, part).values()) == pytest.approx(sum(sizes.values()), rel=0.01), part
 
 
 def test_quantised_weights_by_hand() -> None:
