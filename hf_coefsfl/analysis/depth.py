@@ -82,6 +82,11 @@ class DeepCostModel:
 
     def costs(self, method: Method, cut: int, plan: Round, run: Run | None = None) -> list[Cost]:
         """Return the costs of a method as `CostModel.costs` does."""
+        if getattr(method, "num_blocks", 0) > FEW[1]:
+            raise ValueError(
+                f"{method.title} copies {getattr(method, 'num_blocks', 0)} blocks of the server, and this model is "
+                f"costed from copies with {FEW[1]} there. It is left out for large models."
+            )
         key = repr((method, plan, run))
         if key not in self._known:
             self._known[key] = [model.costs(method, c, plan, run) for (c, _), model in self._models.items()]

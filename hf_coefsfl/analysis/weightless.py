@@ -55,8 +55,8 @@ def is_weightless(model: nn.Module) -> bool:
 class Shapes(TorchDispatchMode):
     """Runs operations on fake tensors, and makes large tensors fake.
 
-    A number that is read from a fake tensor is 0. Two fake tensors are equal: they are compared to check that a split
-    model computes what the model computes, which its shapes cannot tell.
+    A number that is read from a fake tensor is 0, so code must ask for what is not usual. Two fake tensors are equal:
+    they are compared to check that a split model computes what the model computes, which its shapes cannot tell.
     """
 
     def __torch_dispatch__(

@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> str:
     costs: list[Cost] = []
     left_out: dict[str, str] = {}
     for computed in dict.fromkeys(map(computed_in, arguments.dtype)):
-        stored = [dtype for dtype in arguments.dtype if computed_in(dtype) == computed]
+        stored = [dtype for dtype in dict.fromkeys(arguments.dtype) if computed_in(dtype) == computed]
         found = _costs(arguments, methods, options, plan, of_run, computed, left_out)
         costs += [stored_as(cost, dtype) for cost in found for dtype in stored]
     if not costs:
@@ -233,7 +233,7 @@ def _cuts(given: list[str] | None, default: int, model: CostModel | DeepCostMode
     if given == ["all"] and model.cuts:
         return list(model.cuts)
     try:
-        cuts = [default if text == "all" else int(text) for text in given or ["all"]]
+        cuts = [int(text) for text in dict.fromkeys(given)] if given and model.cuts else [default]
     except ValueError:
         raise ValueError(f'--cut must be a number of blocks or "all", got {" ".join(given or [])!r}.') from None
     if not model.cuts:

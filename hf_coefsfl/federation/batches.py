@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from ..config import SplitFedConfig
-from ..protocol.devices import is_accelerator
+from ..protocol.devices import MOST_INPUTS, pins_memory
 from ..protocol.seeds import derive_seed, set_cpu_random_state
 from .clients import Federation
 from .data_checks import RowCheck, unreadable_row
@@ -46,7 +46,7 @@ class ClientData:
         made = self._made(round_index, clients)
         for number, client in enumerate(clients, start=1):
             try:
-                batches = [self._ready(next(made)) for _ in range(self._count(client))]
+                batches = self._pinned(_own(next(made)) for _ in range(self._count(client)))
             except Exception as error:  # a worker died: this client fails, the others get new workers
                 self.close()
                 # Nothing may hold the old workers, nor a traceback: PyTorch raises in this thread, at any moment, as
@@ -62,17 +62,21 @@ class ClientData:
             return map(self.collated.__getitem__, places)
         return iter(self._workers(places))
 
-    def _ready(self, batch: Any) -> Any:
-        """Return a batch in memory of this process, pinned if it goes to an accelerator."""
-        owned = _own(batch)
-        if not (self._pins and isinstance(owned, Mapping)):
-            return owned
-        return {name: t.pin_memory() if isinstance(t, Tensor) else t for name, t in owned.items()}
+    def _pinned(self, batches: Iterable[Any]) -> list[Any]:
+        """Return the batches of a client, those that fit pinned if they go to an accelerator."""
+        ready: list[Any] = []
+        left = MOST_INPUTS if self._pins else 0
+        for batch in batches:
+            tensors = [t for t in batch.values() if isinstance(t, Tensor)] if isinstance(batch, Mapping) else []
+            left -= sum(t.nbytes for t in tensors)
+            fits = tensors and left >= 0
+            ready.append({n: t.pin_memory() if _is_pageable(t) else t for n, t in batch.items()} if fits else batch)
+        return ready
 
     @property
     def _pins(self) -> bool:
         """Whether batches wait in memory that an accelerator reads without the processor."""
-        return self.args.dataloader_pin_memory and is_accelerator(self.args.device)
+        return self.args.dataloader_pin_memory and pins_memory(self.args.device)
 
     def close(self) -> None:
         """End the workers; the next round starts new ones."""
@@ -161,6 +165,10 @@ def _own(batch: Any) -> Any:
     if not isinstance(batch, Mapping):
         return batch
     return {name: t.clone() if isinstance(t, Tensor) and t.is_shared() else t for name, t in batch.items()}
+
+
+def _is_pageable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "cpu" and not value.is_pinned()
 
 
 def _portable(error: Exception) -> Exception:

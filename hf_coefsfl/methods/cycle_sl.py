@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..protocol.devices import to_device
 from ..protocol.link import ClientLink
 from ..protocol.messages import Feedback, SmashedData
 from ..protocol.server_side import ServerSide, on_graph
@@ -82,7 +83,7 @@ def _gathered(smashed: Sequence[SmashedData], samples: Sequence[tuple[int, int]]
     columns: dict[str, list[Tensor]] = {}
     for number in sorted({number for number, _ in samples}):
         data = smashed[number]
-        rows = torch.tensor([row for n, row in samples if n == number], device=data.activations.device)
+        rows = to_device(torch.tensor([row for n, row in samples if n == number]), data.activations.device)
         for name, t in data.tensors().items():
             if _is_by_sample(name, t, data):
                 columns.setdefault(name, []).append(t[rows])

@@ -177,7 +177,8 @@ class FSLSAGE(Method):
                 (batch, server.gradient(batch, 0))
                 for batch in (b.to(context.device) for b in batched(state.buffer, self.align_batch_size, generator))
             ]
-        pairs = [pair for pair in pairs if pair[1].isfinite().all()]  # a batch without any label has no mean loss
+        # A batch without any label has no mean loss. Asked so that 0, of a tensor without values, is the usual answer.
+        pairs = [pair for pair in pairs if not pair[1].isfinite().logical_not().any()]
         self.network.load(state.auxiliary or self.initial)
         parameters = list(self.network.parameters.values())
         optimizer = torch.optim.AdamW(

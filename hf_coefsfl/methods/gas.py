@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ..protocol.client_side import ClientSide
+from ..protocol.devices import to_device
 from ..protocol.link import ClientLink
 from ..protocol.loss import ONE_LABEL_A_SAMPLE, LossSpec
 from ..protocol.messages import Feedback, Message, SmashedData
@@ -111,7 +112,7 @@ class GAS(ReusedFeedback):
         smashed = client.upload()
         labels = class_labels(outlines(smashed))
         counts = label_counts(labels, server.loss_spec.num_labels)
-        seen = torch.tensor(counts, dtype=torch.float32, device=server.context.device)
+        seen = to_device(torch.tensor(counts, dtype=torch.float32), server.context.device)
         client.update(
             client.stage(Feedback(adjusted_gradient(server, data, batch, seen)) for batch, data in enumerate(smashed))
         )
@@ -135,7 +136,7 @@ class GAS(ReusedFeedback):
                 smashed = client.upload([batch])
                 labels = class_labels(smashed)
                 counts = label_counts(labels, len(seen))
-                seen = seen + torch.tensor(counts, dtype=seen.dtype, device=seen.device)
+                seen = seen + to_device(torch.tensor(counts, dtype=seen.dtype), seen.device)
                 client.update([Feedback(adjusted_gradient(server, smashed[0], batch, seen))], [batch])
                 observed = pooled([observed, observe(smashed[0], labels[0])])
                 statistics = update(initial, weighted(observed, server))
@@ -287,7 +288,7 @@ def enlarge(
         return torch.cat([value, rows.to(value.dtype)])
 
     target = smashed.labels["labels"]
-    new = torch.tensor(labels, dtype=target.dtype, device=target.device).reshape(number, *target.shape[1:])
+    new = to_device(torch.tensor(labels, dtype=target.dtype), target.device).reshape(number, *target.shape[1:])
     return replace(
         smashed,
         activations=torch.cat([s, torch.cat([sample for sample, _ in drawn]).to(s.dtype)]),

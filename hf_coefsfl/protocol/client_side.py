@@ -10,14 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from .context import RoundContext, Side
-from .devices import is_accelerator
+from .devices import MOST_INPUTS, is_accelerator, to_device
 from .injection import inject
 from .loss import LossSpec, OutputBlock
 from .messages import SmashedData
 from .packing import Exchange, Places
 from .padding import kept_positions, without_padding
-
-_MOST_BYTES_GIVEN = 2**28  # of a client's inputs that stay on an accelerator for the round; the rest comes again
 
 
 class ClientSide(Side):
@@ -58,12 +56,19 @@ class ClientSide(Side):
             yield smashed.detach()
 
     def pack(self, messages: Iterable[SmashedData], batches: Sequence[int] | None = None) -> Exchange[SmashedData]:
-        """Return the smashed data of the whole round (None), or of some batches, in the form in which it is sent."""
+        """Return the smashed data of the whole round (None), or of some batches, in the form in which it is sent.
+
+        There is one message for each batch, in order, made of what `smash` gave.
+        """
         count = len(self.batches)  # a method may count the batches over all epochs
         numbers = range(count) if batches is None else [batch % count for batch in batches]
-        return Exchange.of(
-            messages, self.context.store, lambda i, _: self._kept[numbers[i]][1], lasting=batches is None
-        )
+
+        def places(index: int, _: SmashedData) -> Places | None:
+            if index >= len(numbers) or numbers[index] not in self._kept:
+                raise RuntimeError("An upload must have one message for each batch, in order, of what `smash` gave.")
+            return self._kept[numbers[index]][1]
+
+        return Exchange.of(messages, self.context.store, places, lasting=batches is None)
 
     def smash(self, batch: int) -> SmashedData:
         """Run the client half on a batch, keep its graph for `descend`, and return what is sent."""
@@ -124,8 +129,8 @@ class ClientSide(Side):
             labels_here = {name: self.batches[batch][name] for name in smashed.labels}
             kept = kept_positions(replace(smashed, context=given.here, labels=labels_here), self.loss_spec)
             device = self.context.device
-            on_device = None if kept is None else kept.to(device, non_blocking=True)
-            self._kept[batch] = on_device, self.context.store.places(kept, device)
+            unpadded = None if kept is None else to_device(kept, device)
+            self._kept[batch] = unpadded, self.context.store.places(kept, device)
         return smashed
 
     def _give(self, batch: int) -> _Batch:
@@ -136,12 +141,12 @@ class ClientSide(Side):
         here = half.context(inputs_here)
         inputs, labels = _on_device(inputs_here, device), _on_device(labels_here, device)
         context = {
-            n: inputs[n] if t is inputs_here.get(n) else t.to(device, non_blocking=True) for n, t in here.items()
+            name: inputs[name] if t is inputs_here.get(name) else to_device(t, device) for name, t in here.items()
         }
         given = _Batch(inputs, labels, context, here)
         if is_accelerator(device):
-            self._bytes_given += sum(t.nbytes for t in inputs.values() if isinstance(t, Tensor))
-            if self._bytes_given <= _MOST_BYTES_GIVEN:
+            self._bytes_given += sum(t.nbytes for t in (inputs | labels).values() if isinstance(t, Tensor))
+            if self._bytes_given <= MOST_INPUTS:  # later ones come again in each pass
                 self._given[batch] = given
         return given
 
@@ -157,4 +162,4 @@ class _Batch:
 
 
 def _on_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {name: t.to(device, non_blocking=True) if isinstance(t, Tensor) else t for name, t in batch.items()}
+    return {name: to_device(t, device) if isinstance(t, Tensor) else t for name, t in batch.items()}

@@ -13,7 +13,10 @@ from .devices import is_accelerator
 
 
 class Clock:
-    """Adds up the seconds spent inside `running`. On an accelerator, events in its queue mark begin and end."""
+    """Adds up the seconds spent inside `running`. On an accelerator, events in its queue mark begin and end.
+
+    Not on MPS, whose events do not keep time reliably: there each mark waits.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -36,7 +39,8 @@ class Clock:
         return self._seconds
 
     def _mark(self) -> Any:
-        if not is_accelerator(self.device):
+        if self.device.type == "mps" or not is_accelerator(self.device):
+            synchronize(self.device)
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self.device))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 _CPU_LIKE = ("cpu", "meta")
+MOST_INPUTS = 2**28  # bytes of a client's inputs that are pinned, and that stay on an accelerator for the round
 _DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError)
 # What devices without an error class of their own say, and PyTorch's allocator of the main memory.
 _DEVICE_WORDS = ("out of memory", "can't allocate memory", "CUDA error", "HIP error", "XPU error")
@@ -13,6 +14,16 @@ _DEVICE_WORDS = ("out of memory", "can't allocate memory", "CUDA error", "HIP er
 def is_accelerator(device: torch.device) -> bool:
     """Return whether a device has a queue and random numbers of its own."""
     return device.type not in _CPU_LIKE
+
+
+def pins_memory(device: torch.device) -> bool:
+    """Return whether a device reads pinned memory of the host. MPS shares its memory, and pinning failed there."""
+    return is_accelerator(device) and device.type != "mps"
+
+
+def to_device(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor of the host without waiting, but on MPS: there it could be freed before it is read."""
+    return t.to(device, non_blocking=device.type != "mps")
 
 
 def widest_float(device: torch.device) -> torch.dtype:

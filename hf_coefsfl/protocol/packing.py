@@ -12,6 +12,7 @@ from typing import IO, Any, Generic, TypeVar, overload
 import torch
 from torch import Tensor
 
+from .devices import to_device
 from .messages import Message
 
 M = TypeVar("M", bound=Message)
@@ -106,7 +107,7 @@ class Places:
 
     def on(self, device: torch.device) -> Places:
         """Return the same positions on another device."""
-        return Places(self.kept.to(device, non_blocking=True), self.index.to(device, non_blocking=True))
+        return Places(to_device(self.kept, device), to_device(self.index, device))
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ class Exchange(Sequence[M]):
         return self.packed[index].places
 
     def outlines(self) -> Iterator[M]:
-        """Yield the messages without unpacking: in the places of large tensors are some of their shape with nothing."""
+        """Yield the messages without unpacking: large tensors have their shape and no values."""
         for packed in self.packed:
             yield replace(packed.rest, **{n: torch.empty(t.shape, device="meta") for n, t in packed.tensors.items()})
 

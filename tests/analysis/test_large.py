@@ -55,6 +55,20 @@ def test_without_weights_all_is_counted_as_with_them(kind: str) -> None:
     assert followed[0].copies.max() == 4 * 32 * 48  # of the largest linear weight
 
 
+def test_an_alignment_is_counted_without_weights_too() -> None:
+    """Whether a gradient is finite is asked there, of a tensor that has no values."""
+    method, plan = make_method("fsl_sage", align_epochs=1), Round(4, 2)
+    models = (build(builder("llama")) for build in (lambda make: make(), without_weights))
+    real, fake = (CostModel(model, sequence_length=TOKENS).costs(method, 1, plan) for model in models)
+    assert len(real) == 2 and fake == real
+
+
+def test_a_method_that_copies_many_blocks_is_refused() -> None:
+    few = DeepCostModel(builder("llama", num_hidden_layers=7), sequence_length=TOKENS)
+    with pytest.raises(ValueError, match=r"FSL-SAGE copies 3 blocks of the server"):
+        few.costs(make_method("fsl_sage"), 2, Round(4, 2))
+
+
 @pytest.mark.slow
 def test_few_blocks_give_every_cut() -> None:
     build = builder("llama", num_hidden_layers=7)
@@ -62,7 +76,7 @@ def test_few_blocks_give_every_cut() -> None:
     whole, few = CostModel(build(), **options), DeepCostModel(build, **options)
     assert few.cuts == whole.cuts
     method, plan = make_method("coef_d"), Round(12, 4)
-    for cut in (2, 5):
+    for cut in (1, 5, 6):
         (expected,), (found,) = (model.costs(method, cut, plan, Run()) for model in (whole, few))
         for name in ("cut", "transfers", "up", "down", "client_flops", "server_flops", "block_weights"):
             assert getattr(found, name) == getattr(expected, name), name
@@ -93,6 +107,8 @@ def test_quantised_weights_by_hand() -> None:
         assert stored.footprint is not None and cost.footprint is not None
         more = stored.footprint.server["round"] - cost.footprint.server["round"]
         assert 0 <= more <= 2 * 32 * 48 and (more == 0 or dtype != "bfloat16")  # a copy of the largest at most
+        assert stored.footprint.peaks == (cost.footprint.peaks if dtype == "bfloat16" else cost.footprint.copied_peaks)
+    assert cost.footprint is not None and cost.footprint.copied_peaks != cost.footprint.peaks
 
 
 def test_bfloat16_halves_the_weights_and_the_exchange() -> None:

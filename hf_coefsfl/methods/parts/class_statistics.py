@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...protocol.devices import widest_float
+from ...protocol.devices import to_device, widest_float
 from ...protocol.tensors import over
 
 VARIANCE_FLOOR = 1e-5  # added at each update, so that no variance is zero
@@ -103,7 +103,7 @@ def class_moments(activations: Tensor, labels: Sequence[int], mask: Tensor) -> d
     for row, label in enumerate(labels):
         if label >= 0:
             rows[label].append(row)
-    order = torch.tensor([row for own in rows.values() for row in own], dtype=torch.long).to(activations.device)
+    order = to_device(torch.tensor([row for own in rows.values() for row in own], dtype=torch.long), activations.device)
     parts = order.split([len(own) for own in rows.values()])
     return {label: Moments.of(activations[part], mask[part]) for label, part in zip(rows, parts, strict=True)}
 

@@ -492,6 +492,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   bool pinned_host = is_pinned((from.is_cpu() ? from : to).storage().data());
   if (from.is_cpu()) {
     count(non_blocking && pinned_host ? "upload pinned" : "upload pageable");
+    if (!non_blocking) count("wait copy to the device");
   } else if (to.is_cpu()) {
     if (!non_blocking) count("wait copy to the host");
   } else {

@@ -108,8 +108,8 @@ MUTANTS = [
         "options", "in a file",
     ),
     Mutant(
-        "batches of workers are not pinned", "federation/batches.py",
-        'args.dataloader_pin_memory and args.device.type != "cpu"', "False",
+        "batches are not pinned", "federation/batches.py",
+        "self.args.dataloader_pin_memory and pins_memory(self.args.device)", "False",
         "options", "workers",
     ),
     Mutant(
