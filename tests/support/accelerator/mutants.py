@@ -64,7 +64,7 @@ def _run(copy: Path, module: str, *arguments: str) -> tuple[int, str]:
 MUTANTS = [
     Mutant(
         "a batch stays on the CPU", "protocol/client_side.py",
-        "t.to(device, non_blocking=True) if isinstance(t, Tensor) else t", "t",
+        "to_device(t, device) if isinstance(t, Tensor) else t", "t",
         "methods", "coef_j as on the CPU",
     ),
     Mutant(
@@ -89,7 +89,8 @@ MUTANTS = [
     ),
     Mutant(
         "generated labels on the CPU", "methods/gas.py",
-        "torch.tensor(labels, dtype=target.dtype, device=target.device)", "torch.tensor(labels, dtype=target.dtype)",
+        "to_device(torch.tensor(labels, dtype=target.dtype), target.device)",
+        "torch.tensor(labels, dtype=target.dtype)",
         "methods", "gas as on the CPU",
     ),
     Mutant(
