@@ -147,14 +147,15 @@ class ClientRound:
         messages = None
         uploaded = self._read_own(_UPLOAD)
         if payload is not None:
-            places = {b: i for i, b in enumerate(self.uploaded if self.uploaded is not None else range(len(uploaded)))}
-            walked = batches if batches is not None else list(places)
+            sent = self.uploaded if self.uploaded is not None else range(len(uploaded))
+            place_of = {batch: place for place, batch in enumerate(sent)}
+            walked = batches if batches is not None else list(place_of)
 
             def kept(place: int, message: Message) -> Places | None:
-                return uploaded.places(places[walked[place]])
+                return uploaded.places(place_of[walked[place]])
 
             messages = read_exchange(payload, Message, self.store, kept, self.side.context.device)
-            self._check_feedback(messages, uploaded, [places[b] for b in walked])
+            self._check_feedback(messages, uploaded, [place_of[b] for b in walked])
         if batches is not None:  # the pass whose graph the update needs was another process's
             observed = {name: list(values) for name, values in self.side.observed.values.items()}
             packed_upload(self.method, self.side, self.uploaded)

@@ -35,7 +35,7 @@ class ClientSide(Side):
         self.initial: Exchange[SmashedData] = Exchange(context.store)  # s₀ of each batch, once exchanged
         self._bytes_given = 0
         self._given: dict[int, _Batch] = {}  # on an accelerator, of the first batches
-        self._kept: dict[int, tuple[Tensor | None, Places | None]] = {}
+        self._kept: dict[int, tuple[Tensor | None, Places | None]] = {}  # what the loss depends on, and what is sent
         self._current: SmashedData | None = None
         self._first: tuple[SmashedData, list[int]] | None = None  # batch 0 on its graph, at the weights of that version
 
