@@ -28,6 +28,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "on_client_failure": ("raise", "skip"),
     "aggregation": ("mean", "trimmed_mean", "median", "krum"),
     "exchange_dtype": EXCHANGE_DTYPES,
+    "train_sampling_strategy": ("random", "group_by_length"),
     "optim": tuple(name.value for name in OptimizerNames),
     "lr_scheduler_type": tuple(name.value for name in SchedulerType),
 }

@@ -7,6 +7,8 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
@@ -14,6 +16,7 @@ from ..config import SplitFedConfig
 from ..protocol.devices import MOST_INPUTS, pins_memory
 from ..protocol.seeds import derive_seed, set_cpu_random_state
 from .clients import Federation
+from .columns import row_lengths
 from .data_checks import RowCheck, unreadable_row
 from .sampling import shuffled_batches
 
@@ -137,13 +140,19 @@ class CollatedBatches(Dataset[Any]):
         self.seed, self.data_seed = args.seed, args.seed if args.data_seed is None else args.data_seed
         self.batch_size, self.drop_last = args.per_device_train_batch_size, args.dataloader_drop_last
         self._order: dict[tuple[int, int], list[list[int]]] = {}  # rows of the batches, of the last client asked for
+        self.length_column = args.length_column_name if args.train_sampling_strategy == "group_by_length" else None
+        self._lengths: dict[int, NDArray[np.int64]] = {}  # of the rows of each dataset, by the number of it
+        for example in federation.examples() if self.length_column is not None else ():
+            self.lengths(example)  # which refuses data without
 
     def __getitem__(self, place: Place) -> Any:
         """Return a collated batch, or the exception that its data raised or deserves."""
         round_index, client, batch = place
         if (round_index, client) not in self._order:
             size = self.federation.sizes[client]
-            order = shuffled_batches(self.data_seed, round_index, client, size, self.batch_size, self.drop_last)
+            order = shuffled_batches(
+                self.data_seed, round_index, client, size, self.batch_size, self.drop_last, self.lengths(client)
+            )
             self._order = {(round_index, client): order}
         set_cpu_random_state(derive_seed(self.seed, "data", *place))  # for random augmentation
         places = self._order[round_index, client][batch]
@@ -158,6 +167,15 @@ class CollatedBatches(Dataset[Any]):
             )
             return told if get_worker_info() is None else _portable(told)
         return collated if fault is None else fault.error(owner, rows[fault.row])
+
+    def lengths(self, client: int) -> Any:
+        """Return the lengths of a client's samples; None: batches are not made by length."""
+        if self.length_column is None:
+            return None
+        dataset = client if len(self.federation.datasets) > 1 else 0
+        if dataset not in self._lengths:
+            self._lengths[dataset] = row_lengths(self.federation.dataset(client), self.length_column)
+        return self._lengths[dataset][self.federation.partition.indices[client]]
 
 
 def _own(batch: Any) -> Any:

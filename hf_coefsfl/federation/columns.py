@@ -69,6 +69,21 @@ def chunks(data: Any, name: str) -> Iterator[tuple[int, Values]]:
         yield from _known({start: part.combine_chunks()})
 
 
+def row_lengths(data: Any, column: str) -> NDArray[np.int64]:
+    """Return the lengths of the rows: the numbers of a column if there is one of that name, else of `input_ids`."""
+    names = column_names(data)
+    name = column if column in names else "input_ids"
+    read = [values for _, values in chunks(data, name)] if name in names else []
+    listed = name != column
+    if not read or any(part.missing is not None or listed == (part.widths is None) for part in read):
+        raise ValueError(
+            f"train_sampling_strategy='group_by_length' needs the lengths of all rows: a column {column!r} with "
+            f"numbers, or 'input_ids' with lists. The training data has {', '.join(names) or 'no columns to read'}."
+        )
+    found = np.concatenate([part.widths if listed else part.flat for part in read])
+    return found.astype(np.int64)
+
+
 def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -38,11 +38,24 @@ def assign_clients(sizes: Mapping[int, int], num_processes: int) -> dict[int, in
 
 
 def shuffled_batches(
-    seed: int, round_index: int, client: int, num_samples: int, batch_size: int, drop_last: bool = False
+    seed: int,
+    round_index: int,
+    client: int,
+    num_samples: int,
+    batch_size: int,
+    drop_last: bool = False,
+    lengths: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Return the sample indices of each mini-batch of a client's round, shuffled once for the round."""
-    order = np.random.default_rng(derive_seed(seed, "batches", round_index, client)).permutation(num_samples)
+    """Return the sample indices of each mini-batch of a client's round, shuffled once for the round.
+
+    Given the lengths of the samples, those of like length share a batch. Then the order of the batches is random, and
+    which of several equally long samples share one; a last batch that is not full has the shortest.
+    """
+    generator = np.random.default_rng(derive_seed(seed, "batches", round_index, client))
+    order = generator.permutation(num_samples)
+    if lengths is not None:
+        order = order[np.argsort(-np.asarray(lengths)[order], kind="stable")]
     batches = [order[start : start + batch_size].tolist() for start in range(0, num_samples, batch_size)]
     if drop_last and len(batches[-1]) < batch_size:
         batches.pop()
-    return batches
+    return batches if lengths is None else [batches[i] for i in generator.permutation(len(batches))]

@@ -18,11 +18,12 @@ from .arguments import CompletionArguments
 from .base import Prepared
 from .chat import as_texts, check_messages, check_template, holds_messages, last_answer
 from .classification import TextTask
-from .generation import SCORES, GeneratedAnswers, check_prompts
+from .generation import ROUGE, SCORES, GeneratedAnswers, check_prompts
 from .metrics import IGNORED
 
 logger = logging.getLogger(__name__)
 _METRICS = ("perplexity", "token_accuracy")  # computed from sums of logits, which no module could keep
+_ROUGE = "rouge"  # of generated answers
 _ANSWERS = ("completion", "messages")  # the roles of which a dataset has one
 
 
@@ -38,20 +39,32 @@ class CausalLM(TextTask):
     arguments: CompletionArguments
 
     def _check_metrics(self) -> None:
-        unknown = [name for name in self.arguments.metrics or () if name not in _METRICS]
+        known = (*_METRICS, _ROUGE)
+        unknown = [name for name in self.arguments.metrics or () if name not in known]
         if unknown:
             raise ValueError(
-                f"The metric {unknown[0]!r} does not score next tokens.{did_you_mean(unknown[0], _METRICS)} "
-                f"Choose from {', '.join(_METRICS)}. --max_new_tokens adds exact match and F1 of answers."
+                f"The metric {unknown[0]!r} does not score next tokens.{did_you_mean(unknown[0], known)} "
+                f"Choose from {', '.join(known)}. --max_new_tokens adds exact match and F1 of answers."
             )
         if self.arguments.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={self.arguments.max_new_tokens} must be at least 0.")
+        if self._rouge and not self.arguments.max_new_tokens:
+            raise ValueError("The metric 'rouge' scores generated answers. Say how long they may be: --max_new_tokens.")
+
+    @property
+    def _rouge(self) -> bool:
+        return _ROUGE in (self.arguments.metrics or ())
+
+    @property
+    def _answer_scores(self) -> dict[str, str]:
+        """The metrics of generated answers, and their titles in tables."""
+        return (SCORES | (ROUGE if self._rouge else {})) if self.arguments.max_new_tokens else {}
 
     @property
     def reported(self) -> dict[str, str]:
         """The metrics that tables show, and their titles there."""
-        named = {name: name.replace("_", " ") for name in self.arguments.metrics or self.default_metrics}
-        return named | (SCORES if self.arguments.max_new_tokens else {})
+        named = [name for name in self.arguments.metrics or () if name != _ROUGE] or self.default_metrics
+        return {name: name.replace("_", " ") for name in named} | self._answer_scores
 
     def scale(self, metric: str) -> float:
         """Return what tables multiply a metric by."""
@@ -126,7 +139,7 @@ class CausalLM(TextTask):
         model, eval_sets = self.load_model(), {name: encoded(rows, name) for name, rows in evals.items()}
         answers = None
         if self.arguments.max_new_tokens:
-            answers = GeneratedAnswers(processor, self.arguments.max_new_tokens)
+            answers = GeneratedAnswers(processor, self.arguments.max_new_tokens, self._rouge)
             positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
             least = 1 + (processor.bos_token_id is not None)
             check_prompts(eval_sets, least, self.arguments.max_new_tokens, positions)
@@ -138,7 +151,7 @@ class CausalLM(TextTask):
             data_collator=DataCollatorForSeq2Seq(processor, label_pad_token_id=IGNORED),
             compute_metrics=perplexity,
             preprocess_logits_for_metrics=token_sums,
-            metric_names=(*_METRICS, *(SCORES if answers else ())),
+            metric_names=(*_METRICS, *self._answer_scores),
             further_metrics=answers,
         )
 

@@ -22,6 +22,7 @@ from ..trainer.output_folder import GENERATIONS_NAME
 from .metrics import IGNORED, load_metric
 
 SCORES = {"exact": "EM", "f1": "F1"}  # metric and its title in tables; in percent
+ROUGE = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}  # the same, if they are asked for
 _SHOWN = 5  # answers of a set that are kept
 # What only sampling reads is set too: else the values of a chat model's own settings are warned of.
 _GREEDY = {"do_sample": False, "num_beams": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 50, "use_cache": True}
@@ -29,17 +30,19 @@ _GREEDY = {"do_sample": False, "num_beams": 1, "temperature": 1.0, "top_p": 1.0,
 
 @dataclass
 class GeneratedAnswers:
-    """Exact match and F1 of generated answers, as a `further_metrics` of the trainer.
+    """Exact match and F1 of generated answers, and ROUGE on demand, as a `further_metrics` of the trainer.
 
     Some answers go to the output folder, each with its prompt and the answer that was expected.
 
     Args:
         tokenizer: of the model.
         max_new_tokens: of an answer.
+        rouge: whether to add ROUGE, for answers longer than a few words.
     """
 
     tokenizer: Any
     max_new_tokens: int
+    rouge: bool = False
 
     def __call__(self, trainer: Any, rows: Any, prefix: str) -> dict[str, float]:
         """Return the scores of tokenised rows: what has no label is the prompt, the rest the expected answer."""
@@ -85,7 +88,11 @@ class GeneratedAnswers:
                 {"id": str(i), "answers": {"text": [text], "answer_start": [0]}} for i, text in enumerate(expected)
             ],
         )
-        return {name: float(found[name]) for name in SCORES}
+        scores = {name: float(found[name]) for name in SCORES}
+        if self.rouge:
+            shared = load_metric("rouge").compute(predictions=generated, references=expected)
+            scores |= {name: 100 * float(shared[name]) for name in ROUGE}
+        return scores
 
 
 def answer_start(labels: Sequence[int]) -> int:

@@ -37,10 +37,10 @@ DEFAULTS = {
 }
 _TRAINING = (
     "output_dir", "overwrite_output_dir", "learning_rate", "lr_scheduler_type", "per_device_train_batch_size",
-    "per_device_eval_batch_size", "weight_decay", "max_grad_norm", "seed", "data_seed", "bf16",
-    "gradient_checkpointing", "use_cpu", "eval_strategy", "eval_steps", "logging_steps", "save_strategy", "save_steps",
-    "save_total_limit", "load_best_model_at_end", "metric_for_best_model", "resume_from_checkpoint", "report_to",
-    "disable_tqdm", "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_revision",
+    "per_device_eval_batch_size", "train_sampling_strategy", "weight_decay", "max_grad_norm", "seed", "data_seed",
+    "bf16", "gradient_checkpointing", "use_cpu", "eval_strategy", "eval_steps", "logging_steps", "save_strategy",
+    "save_steps", "save_total_limit", "load_best_model_at_end", "metric_for_best_model", "resume_from_checkpoint",
+    "report_to", "disable_tqdm", "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_revision",
 )  # fmt: skip
 _VALUES: dict[Any, str] = {int: "N", float: "X", string_to_bool: "true|false"}
 # What a recipe decides itself.

@@ -43,6 +43,7 @@ _DECIDING = (
     "seed", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay",
     "max_grad_norm", "optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon",
     "per_device_train_batch_size", "dataloader_drop_last", "tf32", "use_liger_kernel", "load_best_model_at_end",
+    "train_sampling_strategy",
 )  # fmt: skip
 # They change what is measured, kept in memory, or only the rounding; or they are what a run is to go on with from a
 # checkpoint of before a hostile client spoilt the weights.

@@ -85,6 +85,21 @@ def test_scores_by_hand(decoder: str) -> None:
     assert found == pytest.approx({"exact": 25.0, "f1": (100 + 100 * 2 / 3) / 4})
 
 
+def test_rouge_on_demand(decoder: str) -> None:
+    answers = GeneratedAnswers(AutoTokenizer.from_pretrained(decoder), 4, rouge=True)
+    found = answers._score(["a cat sat", "far"], ["the cat sat", "far"])
+    assert {name: found[name] for name in ("rouge1", "rouge2", "rougeL")} == pytest.approx(
+        {"rouge1": 100 * (2 / 3 + 1) / 2, "rouge2": 100 * (1 / 2 + 0) / 2, "rougeL": 100 * (2 / 3 + 1) / 2}
+    )
+
+
+def test_a_run_scores_rouge(tmp_path: Path, counter: str) -> None:
+    summary = trained(tmp_path, counter, metrics="rouge", eval_steps="2")
+    assert list(summary["scores"]) == ["perplexity", "EM", "F1", "ROUGE-1", "ROUGE-2", "ROUGE-L"]
+    # All of "sat on a mat"; nothing of "ran far", "dog ran far" and ""; one of "mat dog ran far"'s four words.
+    assert summary["scores"]["ROUGE-1"] == pytest.approx(100 * (1 + 2 / 8) / 5)
+
+
 def test_a_run_scores_answers(tmp_path: Path, counter: str, capsys: pytest.CaptureFixture[str]) -> None:
     summary = trained(tmp_path, counter)
     assert list(summary["scores"]) == ["perplexity", "EM", "F1"]
@@ -122,6 +137,7 @@ def test_nothing_is_generated_unasked(tmp_path: Path, decoder: str) -> None:
     ("rows", "options", "message"),
     [
         ({"prompt": ["the cat"]}, {"max_new_tokens": -1}, "max_new_tokens=-1 must be at least 0"),
+        ({"prompt": ["the cat"]}, {"metrics": ["rouge"]}, "'rouge' scores generated answers. .* --max_new_tokens"),
         ({}, {"max_new_tokens": 4}, "Row 0 of test has no prompt, so there is nothing to answer"),
         ({"prompt": ["the cat"]}, {"max_new_tokens": 2046}, "row 0, has 3 tokens. With .* model's 2048 positions"),
     ],

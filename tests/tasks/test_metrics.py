@@ -255,5 +255,5 @@ def test_real_questions():
 
 
 def test_every_metric_has_the_name_of_its_folder():
-    assert METRICS == ("accuracy", "f1", "matthews_correlation", "precision", "recall", "squad_v2")
+    assert METRICS == ("accuracy", "f1", "matthews_correlation", "precision", "recall", "rouge", "squad_v2")
     assert [load_metric(name).name for name in METRICS] == list(METRICS)

@@ -20,6 +20,7 @@ DECIDING: dict[str, Any] = {
     "seed": 7, "data_seed": 7, "learning_rate": 1e-3, "lr_scheduler_type": "linear", "warmup_steps": 2,
     "weight_decay": 0.1, "max_grad_norm": 1.0, "optim": "sgd", "adam_beta1": 0.8, "adam_beta2": 0.9,
     "adam_epsilon": 1e-4, "per_device_train_batch_size": 5, "dataloader_drop_last": True, "local_epochs": 2,
+    "train_sampling_strategy": "group_by_length",
     "participation": 0.6, "client_dropout_rate": 0.2, "dropout": "off", "exchange_dtype": "int8", "smashed_noise": 0.1,
     "warmup_rounds": 2, "partition": "dirichlet", "method": "reuse", "method_kwargs": {"num_projections": 2},
 }  # fmt: skip
