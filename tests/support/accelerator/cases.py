@@ -97,6 +97,7 @@ COMPARED: dict[str, dict[str, Any]] = {
     "krum": {"aggregation": "krum", "client_bound": 1.0, "num_clients": 5},
     "median": {"aggregation": "median", "method": "acc_sfl"},
     "lost clients": {"client_dropout_rate": 0.4, "on_client_failure": "skip"},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
     "best model": {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps",
                    "save_steps": 1, "num_rounds": 2},
 }  # fmt: skip
