@@ -60,7 +60,7 @@ def _first_scores(result: Result | None) -> dict[int, float]:
     return {seed: float(value) for seed, value in firsts.items() if value is not None}
 
 
-def _headings(places: Sequence[Place]) -> dict[Place, str]:
+def headings(places: Sequence[Place]) -> dict[Place, str]:
     """Return a heading for each place: its task, and of split, model and cut what tells it from the others."""
 
     def told_apart(by: Sequence[int]) -> int:
@@ -83,8 +83,8 @@ def difference_rows(places: Mapping[Place, Sequence[Result]], baseline: str) -> 
         groups = {place: d for place, found in by_name.items() if (d := paired(found, name, baseline)) is not None}
         if not groups:
             continue
-        headings = _headings(list(places)).items()
-        row = {"Method": name} | {h: str(Difference.of([groups[p]])) if p in groups else "" for p, h in headings}
+        columns = headings(list(places)).items()
+        row = {"Method": name} | {h: str(Difference.of([groups[p]])) if p in groups else "" for p, h in columns}
         if len(places) > 1:
             row["all"] = str(Difference.of(list(groups.values()))) if len(groups) == len(places) else ""
         rows.append(row)

@@ -11,7 +11,7 @@ from hf_coefsfl.compare.render.more_tables import more_tables
 from hf_coefsfl.compare.render.plots import by_place
 from hf_coefsfl.compare.results import Result, gather
 from hf_coefsfl.compare.spec import parse_spec
-from tests.support.comparisons import content, summary
+from tests.support.comparisons import cells_of, content, summary
 
 
 def results(scores: dict[str, list[float | None]], **changes: object) -> list[Result]:
@@ -58,6 +58,17 @@ def test_the_table() -> None:
     text = more_tables(found, ["Vanilla SFL"])
     assert "**Difference to Vanilla SFL**" in text and "-1.0 [-1.0, -1.0]" in text
     assert more_tables(found, []) == ""
+
+
+def test_learning_rates_of_the_first_seed() -> None:
+    cells = cells_of(methods=["vanilla", "reuse"], learning_rates=[0.1, 0.2])
+    (vanilla, reuse), values = cells, iter([50.0, 60.0, 61.0, 40.0])
+    runs = [*vanilla.first(), *vanilla.later(0.2)[:1], reuse.first()[0]]
+    finished = {run.id: summary(next(values)) for run in runs}
+    text = more_tables(gather(parse_spec(content(), "t"), cells, finished), [])
+    (row,) = [line for line in text.splitlines() if "Vanilla SFL" in line]
+    assert [part.strip() for part in row.strip("|").split("|")] == ["Vanilla SFL", "0.1: 50.0, 0.2: 60.0"]
+    assert "**Learning rates**" in text and "40.0" not in text  # of which one was tried
 
 
 def test_places_that_differ_in_the_cut_have_columns_of_their_own() -> None:

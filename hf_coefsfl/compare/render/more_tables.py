@@ -1,4 +1,4 @@
-"""Tables beside those in the paper's layout: paired differences, and where the error of gradients comes from."""
+"""Tables beside those in the paper's layout: paired differences, learning rates, parts of the error of gradients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from statistics import mean
 
 from ...analysis.tables import format_table
-from ..differences import difference_rows
+from ..differences import difference_rows, headings
+from ..grid import score
 from ..results import Result, staleness
 from .plots import by_place, place_name
 
@@ -18,7 +19,8 @@ _PROBED = {
 
 def more_tables(results: Sequence[Result], baselines: Sequence[str]) -> str:
     """Return the tables as Markdown, empty if there is nothing to show."""
-    return "\n".join([*(_differences(results, baseline) for baseline in baselines), *_staleness(results)])
+    differences = [_differences(results, baseline) for baseline in baselines]
+    return "\n".join([*differences, *_learning_rates(results), *_staleness(results)])
 
 
 def _differences(results: Sequence[Result], baseline: str) -> str:
@@ -30,6 +32,27 @@ def _differences(results: Sequence[Result], baseline: str) -> str:
         "hardly more than their range."
     )
     return f"**Difference to {baseline}**\n\n{format_table(rows, markdown=True)}\n\n{note}\n"
+
+
+def _learning_rates(results: Sequence[Result]) -> list[str]:
+    """Return the table of what each learning rate gave with the first seed, where several have been tried."""
+    places = by_place(results)
+    columns = headings(list(places))
+    rows: dict[str, dict[str, str]] = {}
+    for place, found in places.items():
+        for result in found:
+            tried = [
+                (run, summary) for run, summary in result.tried if run.options["seed"] == result.cell.spec.seeds[0]
+            ]
+            shown = [f"{run.options['learning_rate']:g}: {abs(score(summary)):.1f}" for run, summary in tried]
+            if len(shown) > 1:
+                rows.setdefault(result.cell.variant.name, {})[columns[place]] = ", ".join(shown)
+    if not rows:
+        return []
+    kept = [column for column in columns.values() if any(column in row for row in rows.values())]
+    table = [{"Method": name} | {column: row.get(column, "") for column in kept} for name, row in rows.items()]
+    note = "The first seed with each learning rate that has been tried; a mean if there are several scores."
+    return [f"**Learning rates**\n\n{format_table(table, markdown=True)}\n\n{note}\n"]
 
 
 def _staleness(results: Sequence[Result]) -> list[str]:
