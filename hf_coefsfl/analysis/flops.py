@@ -24,6 +24,7 @@ from ..protocol.link import LocalLink
 from ..protocol.messages import Message, SmashedData
 from ..protocol.server_side import ServerSide
 from ..split.stand_ins import _injection
+from .weightless import DEVICE_OF
 
 _aten = torch.ops.aten
 # The products that need not be computed to be counted, with the shape of their result.
@@ -70,6 +71,8 @@ class OperationCounter(TorchDispatchMode):
     ) -> Any:
         """Run an operation and count it."""
         kwargs = kwargs or {}
+        if func is DEVICE_OF:
+            return func(*args)
         if any(isinstance(value, Tensor) and is_meta(value) for value in args):
             return func(*args, **kwargs)  # only shapes: nothing is computed
         if self.side == "client":
@@ -82,7 +85,7 @@ class OperationCounter(TorchDispatchMode):
                 if parts is not NotImplemented:
                     return parts
             return func(*args, **kwargs)
-        if func in PRODUCTS and not self.compute and not isinstance(args[0], FakeTensor):
+        if func in PRODUCTS and not self.compute and not any(isinstance(t, FakeTensor) for t in args):
             result = self._make_up(PRODUCTS[func](*args), args[0])
         else:
             result = func(*args, **kwargs)

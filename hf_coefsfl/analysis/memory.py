@@ -37,6 +37,7 @@ from ..split.lora import save_halves, trainable_sides
 from .flops import PRODUCTS, OperationCounter, is_meta, nbytes
 from .storage import block_weights
 from .tables import MIB
+from .weightless import DEVICE_OF
 
 if TYPE_CHECKING:
     from .cost import Cost, CostModel, Round
@@ -138,7 +139,7 @@ class LiveMemory(TorchDispatchMode):
     ) -> Any:
         """Run an operation and note what lives after it."""
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.device):
+        if func is DEVICE_OF:
             return result
         leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if any(map(is_meta, leaves)):
