@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 _aten = torch.ops.aten
-_CPU, _META = torch.device("cpu"), torch.device("meta")
+CPU, _META = torch.device("cpu"), torch.device("meta")
 SMALL = 2**20  # entries up to which a new tensor has values
 DEVICE_OF = torch.ops.prim.device.default  # PyTorch asks this of fake tensors more often than it does anything else
 
@@ -65,7 +65,15 @@ def is_weightless(model: nn.Module) -> bool:
     return any(isinstance(p, FakeTensor) for p in model.parameters())
 
 
-class Shapes(TorchDispatchMode):
+class Watching(TorchDispatchMode):
+    """A mode of dispatch that is not compiled, and need not be kept from it at every operation."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Shapes(Watching):
     """Runs operations on fake tensors, and makes large tensors fake.
 
     A number that is read from a fake tensor is 0, so code must ask for what is not usual. Two fake tensors are equal:
@@ -77,7 +85,7 @@ class Shapes(TorchDispatchMode):
     ) -> Any:
         """Run an operation; one on fake tensors gives fake tensors."""
         if func is DEVICE_OF:
-            return _CPU
+            return CPU
         kwargs = kwargs or {}
         tensors = [value for value in _members((*args, *kwargs.values())) if isinstance(value, Tensor)]
         if not any(isinstance(t, FakeTensor) for t in tensors):
@@ -195,7 +203,7 @@ def _members(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _fake(t: Tensor) -> Tensor:
-    return FakeTensor(_MODE, t, _CPU)
+    return FakeTensor(_MODE, t, CPU)
 
 
 def _is_large(args: tuple[Any, ...]) -> bool:
