@@ -1,6 +1,6 @@
 """The memory that `coefsfl cost` predicts, against the bytes that the emulated devices have in use at most.
 
-python -m tests.support.accelerator.memory
+    python -m tests.support.accelerator.memory
 
 prints the table of docs/costs.md. Client and server have a device each, so that one round gives the peak of either.
 """
@@ -35,7 +35,7 @@ from tests.support.accelerator.runs import DEVICE, SECOND
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 128}  # fmt: skip
 CUT, TOKENS, PLAN = 3, 64, Round(24, 8)
-CLOSE = 0.1
+CLOSE = 0.03
 SIDES = {"client": DEVICE, "server": SECOND}
 
 
@@ -104,6 +104,7 @@ def compared(method: str, dtype: str, checkpointing: bool) -> dict[str, tuple[in
 
 
 def agrees(folder: Path, method: str, dtype: str, checkpointing: bool) -> None:
+    """Prediction and peak agree, with all that a round takes beside weights in them."""
     for side, (predicted, peak) in compared(method, dtype, checkpointing).items():
         assert abs(predicted / peak - 1) < CLOSE, f"{side}: {predicted} bytes were predicted, {peak} measured"
 
