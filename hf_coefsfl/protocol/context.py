@@ -97,8 +97,8 @@ class Side:
 
     def finish(self) -> None:
         """Note whether the weights came out finite."""
-        for parameter in _parameters(self.optimizer):
-            self.observed.add("weights", parameter.sum())
+        # In one sum, which NaN and infinity survive: a sum of each weight would be a launch of each.
+        self.observed.add("weights", torch.cat([p.detach().flatten() for p in _parameters(self.optimizer)]).sum())
 
     def backward(self, carrier: Tensor, retain_graph: bool = False) -> None:
         """Backpropagate `carrier` into the trained weights."""

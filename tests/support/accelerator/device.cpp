@@ -577,8 +577,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_local_scalar_dense", &local_scalar);
   library.impl("convolution_overrideable", &convolution);
   library.impl("convolution_backward_overrideable", &convolution_backward);
-  // One kernel on CPU and CUDA; other devices would compute it in seven steps.
-  library.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  // One kernel on CUDA; a device without one takes several steps.
+  for (auto* name : {"silu_backward", "_foreach_copy_"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
 }
 
 // ---- Autocast, with CUDA's lists ----
