@@ -91,6 +91,7 @@ class Side:
     def __init__(self, half: nn.Module, optimizer: torch.optim.Optimizer, context: RoundContext):
         self.half = half
         self.optimizer = optimizer
+        self.trained = list(_parameters(optimizer))  # of the half; a method may add what it trains beside
         self.context = context
         self.observed = Observations()
         self.kept: dict[str, Tensor] = {}  # what the method keeps of this round, for its `merge`
