@@ -35,9 +35,9 @@ def finish(*processes: Any) -> None:
 
 @pytest.mark.slow
 @needs_device
-@pytest.mark.parametrize("group", ["methods", "options", "split", "sites", "counts"])
+@pytest.mark.parametrize("group", ["methods", "options", "split", "sites", "counts", "memory"])
 def test_all_cases(tmp_path: Path, group: str) -> None:
-    """See `cases.py`, `counts.py` and `sites.py` for what each case says."""
+    """See `cases.py`, `counts.py`, `memory.py` and `sites.py` for what each case says."""
     finish(start("process", group, str(tmp_path)))
     results = json.loads((tmp_path / "results.json").read_text())
     wrong = {name: told for name, told in results.items() if told is not None}

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -24,6 +23,7 @@ from ..protocol.link import LocalLink
 from ..protocol.messages import Message, SmashedData
 from ..protocol.server_side import ServerSide
 from ..split.stand_ins import _injection
+from .weightless import CPU, DEVICE_OF, Watching
 
 _aten = torch.ops.aten
 # The products that need not be computed to be counted, with the shape of their result.
@@ -42,7 +42,7 @@ def _grouped_mm_flop(a: Tensor, b: Tensor, *args: Any, out_val: Any = None, **kw
 _FORMULAS = {**flop_registry, _aten._grouped_mm: _grouped_mm_flop}
 
 
-class OperationCounter(TorchDispatchMode):
+class OperationCounter(Watching):
     """Counts the operations that run inside it, two for each multiply-add, by the side they run on.
 
     The formulas are those of `torch.utils.flop_counter`; its own counter cannot be used, because
@@ -69,6 +69,8 @@ class OperationCounter(TorchDispatchMode):
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation and count it."""
+        if func is DEVICE_OF:
+            return CPU
         kwargs = kwargs or {}
         if any(isinstance(value, Tensor) and is_meta(value) for value in args):
             return func(*args, **kwargs)  # only shapes: nothing is computed
@@ -82,7 +84,7 @@ class OperationCounter(TorchDispatchMode):
                 if parts is not NotImplemented:
                     return parts
             return func(*args, **kwargs)
-        if func in PRODUCTS and not self.compute and not isinstance(args[0], FakeTensor):
+        if func in PRODUCTS and not self.compute and not any(isinstance(t, FakeTensor) for t in args):
             result = self._make_up(PRODUCTS[func](*args), args[0])
         else:
             result = func(*args, **kwargs)

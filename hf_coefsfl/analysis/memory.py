@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..federation.ledger import Ledger
@@ -37,6 +36,7 @@ from ..split.lora import save_halves, trainable_sides
 from .flops import PRODUCTS, OperationCounter, is_meta, nbytes
 from .storage import block_weights
 from .tables import MIB
+from .weightless import CPU, DEVICE_OF, Watching
 
 if TYPE_CHECKING:
     from .cost import Cost, CostModel, Round
@@ -113,7 +113,7 @@ class Footprint:
 # ---- Following memory ----
 
 
-class LiveMemory(TorchDispatchMode):
+class LiveMemory(Watching):
     """Follows every storage that is made inside it for as long as it lives.
 
     After each operation it notes the bytes that live in all, and those that the side at work would
@@ -137,9 +137,9 @@ class LiveMemory(TorchDispatchMode):
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation and note what lives after it."""
+        if func is DEVICE_OF:
+            return CPU
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.device):
-            return result
         leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if any(map(is_meta, leaves)):
             return result  # only shapes, and asked for once only

@@ -2,12 +2,14 @@
 
 PyTorch's fake tensors are such tensors. Here only what depends on a weight is fake. Token ids, masks, positions and
 adapters are real, so that what a model asks of their values is answered as usual. `Shapes` hands the operations on fake
-tensors to the kernels of the meta device itself: the mode of PyTorch does so too, but takes ten times as long.
+tensors to the kernels of the meta device itself: the mode of PyTorch does so too, but takes ten times as long. Most of
+those kernels are written in Python, so what one has given for some shapes is remembered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -19,9 +21,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 _aten = torch.ops.aten
-_MODE = FakeTensorMode(allow_non_fake_inputs=True)
-_CPU, _META = torch.device("cpu"), torch.device("meta")
+CPU, _META = torch.device("cpu"), torch.device("meta")
 SMALL = 2**20  # entries up to which a new tensor has values
+DEVICE_OF = torch.ops.prim.device.default  # PyTorch asks this of fake tensors more often than it does anything else
+
+
+class _Mode(FakeTensorMode):
+    """The mode that all fake tensors here belong to, copies of modules included."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Mode:
+        return self
+
+
+_MODE = _Mode(allow_non_fake_inputs=True)
+_RESULTS: dict[Any, Any] = {}  # the outline of what an operation gives, by its own and that of its arguments
 
 
 def without_weights(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
@@ -52,7 +65,15 @@ def is_weightless(model: nn.Module) -> bool:
     return any(isinstance(p, FakeTensor) for p in model.parameters())
 
 
-class Shapes(TorchDispatchMode):
+class Watching(TorchDispatchMode):
+    """A mode of dispatch that is not compiled, and need not be kept from it at every operation."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Shapes(Watching):
     """Runs operations on fake tensors, and makes large tensors fake.
 
     A number that is read from a fake tensor is 0, so code must ask for what is not usual. Two fake tensors are equal:
@@ -63,8 +84,8 @@ class Shapes(TorchDispatchMode):
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation; one on fake tensors gives fake tensors."""
-        if func is torch.ops.prim.device.default:
-            return args[0].device if not isinstance(args[0], FakeTensor) else _CPU
+        if func is DEVICE_OF:
+            return CPU
         kwargs = kwargs or {}
         tensors = [value for value in _members((*args, *kwargs.values())) if isinstance(value, Tensor)]
         if not any(isinstance(t, FakeTensor) for t in tensors):
@@ -83,10 +104,64 @@ class Shapes(TorchDispatchMode):
         wanted = kwargs.get("device")
         if wanted is not None or not tensors:
             kwargs = kwargs | {"device": _META}
-        return _on_meta(func, args, kwargs, stays=wanted is not None and torch.device(wanted) == _META)
+        if wanted is not None and torch.device(wanted) == _META:
+            return _on_meta(func, args, kwargs, stays=True)
+        return _remembered(func, args, kwargs)
 
 
-def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stays: bool) -> Any:
+def _remembered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on shapes, once for all arguments of the same shapes if it makes tensors or changes its first.
+
+    What shares memory with an argument is made anew each time: a view, and operations that do not say so.
+    """
+    changes = _changes_first(func)
+    if not changes and any(r.alias_info is not None for r in func._schema.returns):
+        return _on_meta(func, args, kwargs)
+    key = func, _outline(args), _outline(tuple(kwargs.items()))
+    known = _RESULTS.get(key)
+    if known is None:
+        result = _on_meta(func, args, kwargs)
+        if changes or not _shares_memory(result, (*args, *kwargs.values())):
+            _RESULTS[key] = () if changes else _outline(result)
+        return result
+    return args[0] if changes else _made(known)
+
+
+@cache
+def _changes_first(func: Any) -> bool:
+    """Return whether an operation changes values of its first argument, not its shape, and returns it."""
+    returns = func._schema.returns
+    writes = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+    return writes and func._schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags
+
+
+def _outline(value: Any) -> Any:
+    """Return what decides the shapes of a result: of tensors shape, layout and dtype, else the value with its type."""
+    if isinstance(value, Tensor):
+        return Tensor, value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return type(value), *[_outline(item) for item in value]
+    return type(value), value
+
+
+def _made(outline: Any) -> Any:
+    """Return new fake tensors of this outline."""
+    kind, *parts = outline
+    if kind is Tensor:
+        shape, stride, dtype = parts
+        return _fake(torch.empty_strided(shape, stride, dtype=dtype, device=_META))
+    return kind([_made(part) for part in parts]) if kind in (list, tuple) else parts[0]
+
+
+def _shares_memory(result: Any, given: Iterable[Any]) -> bool:
+    """Return whether results are in memory of each other or of an argument."""
+    made, used = (
+        [t.untyped_storage()._cdata for t in _members(values) if isinstance(t, Tensor)] for values in ([result], given)
+    )
+    return len({*made}) < len(made) or not {*used}.isdisjoint(made)
+
+
+def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stays: bool = False) -> Any:
     """Run an operation on shapes; `stays`: its result is asked for on the meta device."""
     real: dict[int, Tensor] = {}  # by their stand-ins: what an operation changes in place is returned
     args = tuple([_enter(value, real) for value in args])
@@ -128,7 +203,7 @@ def _members(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _fake(t: Tensor) -> Tensor:
-    return FakeTensor(_MODE, t, _CPU)
+    return FakeTensor(_MODE, t, CPU)
 
 
 def _is_large(args: tuple[Any, ...]) -> bool:

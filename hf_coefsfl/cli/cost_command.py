@@ -50,7 +50,7 @@ RUN_OPTIONS = ("clients_per_round", "num_clients", "save_steps", "save_total_lim
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
-    add("--model", required=True, help=f"{', '.join(NAMED)}, a folder with a config.json, or a Hub id")
+    add("--model", required=True, help=f"{', '.join(NAMED)}, a folder with a config.json, that file, or a Hub id")
     add("--task", choices=list(TASKS), help="default: the backbone's, or what the config says")
     add("--num-labels", type=int, help="number of classes (default: the config's)")
     add(

@@ -21,9 +21,9 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def unflatten_(tensors: Sequence[Tensor], flat: Tensor) -> None:
-    """Copy a vector made by `flatten` back into the tensors."""
-    for t, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        t.copy_(part.view_as(t))
+    """Copy a vector made by `flatten` back into the tensors, by few kernels if the device has them for lists."""
+    parts = flat.split([t.numel() for t in tensors])
+    torch._foreach_copy_(list(tensors), [part.view_as(t) for t, part in zip(tensors, parts, strict=True)])
 
 
 def fewest_clients(rule: str, hostile: int) -> int:

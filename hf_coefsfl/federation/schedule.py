@@ -69,7 +69,10 @@ def local_optimizer(
 
 def set_mode(half: nn.Module, args: SplitFedConfig) -> None:
     """Put a half in training mode, with batch statistics frozen and dropout as the config says."""
-    half.train(args.dropout == "synced")
-    for module in half.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.eval()  # running statistics are not averaged over clients
+    training = args.dropout == "synced"
+    modules = list(half.modules())
+    frozen = {m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm)}  # statistics are not averaged
+    if any(m.training is not (training and m not in frozen) for m in modules):  # not after a mere round
+        half.train(training)
+        for module in frozen:
+            module.eval()

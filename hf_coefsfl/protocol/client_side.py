@@ -115,7 +115,7 @@ class ClientSide(Side):
 
     def _versions(self) -> list[int]:
         """Count how often each trained weight of the half has been written to; a method may train more than those."""
-        return [parameter._version for parameter in self.half.parameters() if parameter.requires_grad]
+        return [parameter._version for parameter in self.trained]
 
     def _smash(self, batch: int) -> SmashedData:
         given = self._given.get(batch) or self._give(batch)

@@ -91,14 +91,15 @@ class Side:
     def __init__(self, half: nn.Module, optimizer: torch.optim.Optimizer, context: RoundContext):
         self.half = half
         self.optimizer = optimizer
+        self.trained = list(_parameters(optimizer))  # of the half; a method may add what it trains beside
         self.context = context
         self.observed = Observations()
         self.kept: dict[str, Tensor] = {}  # what the method keeps of this round, for its `merge`
 
     def finish(self) -> None:
         """Note whether the weights came out finite."""
-        for parameter in _parameters(self.optimizer):
-            self.observed.add("weights", parameter.sum())
+        # In one sum, which NaN and infinity survive: a sum of each weight would be a launch of each.
+        self.observed.add("weights", torch.cat([p.detach().flatten() for p in _parameters(self.optimizer)]).sum())
 
     def backward(self, carrier: Tensor, retain_graph: bool = False) -> None:
         """Backpropagate `carrier` into the trained weights."""

@@ -123,5 +123,4 @@ class LocalLink(ClientLink):
         self.client.finish()
         self.client_seconds = self._clock.seconds()
         self.kept = self.client.kept
-        trained = {name: p for name, p in self.client.half.named_parameters() if p.requires_grad}
-        self.meter.federate(trained, self.method.federated())
+        self.meter.federate({str(i): p for i, p in enumerate(self.client.trained)}, self.method.federated())

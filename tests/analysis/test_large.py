@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -62,6 +63,30 @@ def test_an_alignment_is_counted_without_weights_too() -> None:
     models = (build(builder("llama")) for build in (lambda make: make(), without_weights))
     real, fake = (CostModel(model, sequence_length=TOKENS).costs(method, 1, plan) for model in models)
     assert len(real) == 2 and fake == real
+
+
+@pytest.mark.parametrize("head", ["fc", "mlp"])
+def test_a_head_that_is_too_large_for_values_is_counted_too(head: str) -> None:
+    """Its weights are fake, its biases are not, and the client trains a copy of it."""
+    method = make_method("acc_sfl", {"head": head})
+    real = CostModel(builder("llama")(), sequence_length=TOKENS).measure(method, 1, [2, 1])
+    with mock.patch("hf_coefsfl.analysis.weightless.SMALL", 2**8):
+        fake = CostModel(without_weights(builder("llama")), sequence_length=TOKENS).measure(method, 1, [2, 1])
+        assert is_weightless(method.network)
+    assert fake == real
+
+
+def test_what_an_operation_gave_is_remembered_by_shapes_types_and_memory() -> None:
+    with Shapes():
+        weight = without_weights(builder("vit")).get_submodule("classifier").weight.detach()
+        for _ in range(2):
+            sizes = [(weight + n).dtype for n in (True, 1, 1.0)], [(weight.int() + n).dtype for n in (1, 1.0)]
+            assert sizes == ([torch.float32] * 3, [torch.int32, torch.float32])
+            made, view, hidden = weight * 2, weight.view(-1), torch.ops.aten._unsafe_view(weight, [-1])
+            memory = [t.untyped_storage()._cdata for t in (weight, view, hidden, made)]
+            assert memory[:3] == memory[:1] * 3 and memory[3] != memory[0]
+            assert (weight.T * 2).stride() == weight.T.stride() and weight.mul_(2) is weight
+            assert [t.shape for t in (weight * 2).split(2)] == [t.shape for t in weight.split(2)]
 
 
 def test_a_method_that_copies_many_blocks_is_refused() -> None:

@@ -59,6 +59,12 @@ def test_json_has_a_row_for_every_method(folder: str, capsys: pytest.CaptureFixt
     assert vanilla["up_mib"] == pytest.approx(10 * 5 * 16 * 4 / 2**20)
 
 
+def test_the_file_of_a_config_is_a_model_too(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rest = ["--methods", "vanilla", "--num-samples", "8"]
+    file = str(Path(folder) / "config.json")
+    assert output(capsys, "cost", "--model", file, *rest) == output(capsys, "cost", "--model", folder, *rest)
+
+
 def test_csv_sweeps_the_cut(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "cost", "--model", folder, "--methods", "reuse", "--cut", "all", "--format", "csv")
     rows = list(csv.DictReader(io.StringIO(text)))

@@ -1,6 +1,7 @@
 """How a run may be launched: what does not work is refused."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
 from torch import distributed
 
 from hf_coefsfl.trainer import launching
@@ -21,6 +24,21 @@ from tests.support.federated import config, rounds, same, trainer, weights
 from tests.support.paths import ROOT
 
 WORKS = "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2"
+
+
+@pytest.mark.parametrize("name", ["cpu", "one_gpu", "many_gpus", "many_nodes"])
+def test_configs_of_accelerate(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate knows every key, and the run every option that the comments name."""
+    file = ROOT / "recipes" / "accelerate" / f"{name}.yaml"
+    loaded: Any = load_config_from_file(str(file))
+    assert loaded.use_cpu is (name == "cpu") and loaded.mixed_precision in ("no", "bf16")  # fp16 is refused
+    monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: True)  # asks for a GPU
+    options: dict[str, Any] = {k: yaml.safe_load(v) for k, v in re.findall(r"# +--(\w+) (\w+)  ", file.read_text())}
+    assert options.keys() == (set() if name == "cpu" else {"tf32", "torch_compile", "dataloader_num_workers"})
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    made = config(tmp_path, **options)
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    assert {k: getattr(made, k) for k in options} == options
 
 
 def test_processes_that_do_not_know_of_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

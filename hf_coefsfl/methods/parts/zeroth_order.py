@@ -40,8 +40,7 @@ class Direction:
             yield
         finally:
             with torch.no_grad():
-                for weight, value in zip(self._weights, initial, strict=True):
-                    weight.copy_(value)
+                torch._foreach_copy_(list(self._weights), initial)
 
     @torch.no_grad()
     def descend(self, slope: Tensor, learning_rate: float, max_norm: float = 0.0) -> None:

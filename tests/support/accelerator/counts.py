@@ -1,8 +1,8 @@
-"""What a batch costs an accelerator beside computing: launches, waits of the host, copies to the device.
+"""What a batch and a client cost an accelerator beside computing: launches, waits of the host, copies to the device.
 
     python -m tests.support.accelerator.counts
 
-prints the table of docs/performance.md.
+prints the tables of docs/performance.md.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ LAUNCHES = {
     "gas bert": 1026,
     "vanilla bert": 561,
 }
+CLIENT_LAUNCHES = 205  # of a client of vanilla on images beside its batches: three for each weight are its optimizers'
 # Waits that stay, by batch. transformers asks of every mask whether it is all ones, once in each pass over a text.
 WAITS: dict[str, Counts] = {"ggn": {"aten::_linalg_eigh": 1}, "fsl_sage": {"copy to the host": 1}}  # its buffer
 PASSES = {"coef_j": 4, "coef_p": 4, "gas": 4, "vanilla": 2}
@@ -52,25 +53,26 @@ PASSES = {"coef_j": 4, "coef_p": 4, "gas": 4, "vanilla": 2}
 
 @contextmanager
 def counted() -> Iterator[list[Counts]]:
-    """Note what was counted for each client."""
+    """Note what was counted for each round."""
     found: list[Counts] = []
-    train_client = Simulation._train_client
+    run_round = Simulation.run_round
 
     def noted(self: Simulation, *args: Any) -> Any:
         before = device_code.counts()
-        result = train_client(self, *args)
+        result = run_round(self, *args)
         found.append({name: number - before.get(name, 0) for name, number in device_code.counts().items()})
         return result
 
-    with mock.patch.object(Simulation, "_train_client", noted):
+    with mock.patch.object(Simulation, "run_round", noted):
         yield found
 
 
-def of_a_client(folder: Path, method: str, kind: str, batches: int) -> Counts:
-    """Return what one client's round of so many batches takes."""
+def of_a_round(folder: Path, method: str, kind: str, clients: int, batches: int) -> Counts:
+    """Return what a round takes, of so many clients with so many batches each."""
     options: dict[str, Any] = {"method_kwargs": {"align_every": 1000}} if method == "fsl_sage" else {}
-    run = make(folder, DEVICE, kind, method=method, num_clients=1, num_rounds=1, logging_strategy="no",
-               rows=BATCH_SIZE * batches, per_device_train_batch_size=BATCH_SIZE, **options)  # fmt: skip
+    run = make(folder / f"{clients} {batches}", DEVICE, kind, method=method, num_clients=clients, num_rounds=1,
+               logging_strategy="no", rows=BATCH_SIZE * batches * clients, per_device_train_batch_size=BATCH_SIZE,
+               **options)  # fmt: skip
     with counted() as found:
         run.train()
     return found[0]
@@ -78,8 +80,14 @@ def of_a_client(folder: Path, method: str, kind: str, batches: int) -> Counts:
 
 def of_a_batch(folder: Path, method: str, kind: str) -> Counts:
     """Return what a batch more takes."""
-    few, many = (of_a_client(folder / str(n), method, kind, n) for n in (3, 6))
+    few, many = (of_a_round(folder, method, kind, 1, batches) for batches in (3, 6))
     return {name: (many[name] - few.get(name, 0)) / 3 for name in many if many[name] != few.get(name, 0)}
+
+
+def of_a_client(folder: Path, method: str, kind: str) -> Counts:
+    """Return what a client more takes beside its batches: its start, its end and its part of the average."""
+    one, longer, two = (of_a_round(folder, method, kind, *sizes) for sizes in ((1, 1), (1, 2), (2, 1)))
+    return {n: two[n] - one.get(n, 0) - (longer.get(n, 0) - one.get(n, 0)) for n in two}
 
 
 def part(counts: Counts, heading: str) -> Counts:
@@ -99,8 +107,15 @@ def lean(folder: Path, method: str, kind: str) -> None:
     assert uploads.get("pageable", 0) <= 8, uploads
 
 
+def lean_client(folder: Path) -> None:
+    """The weights of a client are given, looked at and averaged together, not one by one."""
+    launches = part(of_a_client(folder, "vanilla", "vit"), "launch")
+    assert sum(launches.values()) <= CLIENT_LAUNCHES, launches
+
+
 def cases() -> dict[str, Any]:
-    return {name: partial(lean, method=name.split()[0], kind=name.split()[1]) for name in LAUNCHES}
+    batches = {name: partial(lean, method=name.split()[0], kind=name.split()[1]) for name in LAUNCHES}
+    return {**batches, "a client": lean_client}
 
 
 def main() -> None:
@@ -111,6 +126,9 @@ def main() -> None:
                 counts = of_a_batch(Path(folder), method, kind)
             figures = [f"{sum(part(counts, heading).values()):,.0f}" for heading in ("launch", "wait", "upload")]
             print(f"| {method}, {kind} | {' | '.join(figures)} |", flush=True)
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
+        launches = part(of_a_client(Path(folder), "vanilla", "vit"), "launch")
+    print(f"\nA client of vanilla on images, beside its batches: {sum(launches.values()):,.0f} launches.")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -41,7 +42,7 @@ const c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
 std::atomic<bool> refuses_float64{false};     // as MPS does
 std::atomic<bool> defers_copies{false};       // copies to the host that do not block arrive when it synchronizes
-std::atomic<int64_t> live_bytes{0};           // of device memory
+std::array<std::atomic<int64_t>, kDevices> live_bytes{}, peak_bytes{};  // of the memory of each device
 
 std::mutex counts_mutex;
 std::map<std::string, int64_t> counts;  // "launch", "wait" or "upload", and of what
@@ -49,6 +50,12 @@ std::map<std::string, int64_t> counts;  // "launch", "wait" or "upload", and of 
 void count(const std::string& what) {
   std::lock_guard<std::mutex> lock(counts_mutex);
   counts[what]++;
+}
+
+void take(DeviceIndex index, int64_t size) {
+  int64_t now = live_bytes.at(index) += size, peak = peak_bytes.at(index);
+  while (peak < now && !peak_bytes.at(index).compare_exchange_weak(peak, now)) {
+  }
 }
 
 // ---- Devices ----
@@ -79,17 +86,18 @@ void* allocated(size_t size) {
 struct Block {
   void* memory;
   size_t size;
+  DeviceIndex device;
 };
 
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
-    live_bytes += size;
-    auto* block = new Block{allocated(size), size};
+    take(current_device, size);
+    auto* block = new Block{allocated(size), size, current_device};
     return {block->memory, block, &release, Device(kEmulated, current_device)};
   }
   static void release(void* context) {
     auto* block = static_cast<Block*>(context);
-    live_bytes -= block->size;
+    live_bytes.at(block->device) -= block->size;
     free(block->memory);
     delete block;
   }
@@ -284,13 +292,17 @@ Tensor on_host(const Tensor& tensor) {
 
 // The memory of a tensor of the CPU, which lives on as memory of the device.
 c10::DataPtr adopted(const Tensor& made, Device device) {
-  live_bytes += made.storage().nbytes();
-  auto release = [](void* context) {
-    auto* tensor = static_cast<Tensor*>(context);
-    live_bytes -= tensor->storage().nbytes();
-    delete tensor;
+  struct Adopted {
+    Tensor tensor;
+    DeviceIndex device;
   };
-  return {made.storage().mutable_data(), new Tensor(made), release, device};
+  take(device.index(), made.storage().nbytes());
+  auto release = [](void* context) {
+    auto* adopted = static_cast<Adopted*>(context);
+    live_bytes.at(adopted->device) -= adopted->tensor.storage().nbytes();
+    delete adopted;
+  };
+  return {made.storage().mutable_data(), new Adopted{made, device.index()}, release, device};
 }
 
 c10::Storage adopted_storage(const Tensor& made, Device device) {
@@ -565,6 +577,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_local_scalar_dense", &local_scalar);
   library.impl("convolution_overrideable", &convolution);
   library.impl("convolution_backward_overrideable", &convolution_backward);
+  // One kernel on CUDA; a device without one takes several steps.
+  for (auto* name : {"silu_backward", "_foreach_copy_"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
 }
 
 // ---- Autocast, with CUDA's lists ----
@@ -597,7 +613,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("synchronize", &synchronize);
   module.def("refuse_float64", [](bool on) { refuses_float64 = on; });
   module.def("defer_copies", [](bool on) { defers_copies = on; });
-  module.def("live_bytes", [] { return live_bytes.load(); });
+  module.def("live_bytes", [](int index) { return live_bytes.at(index).load(); });
+  module.def("peak_bytes", [](int index) { return peak_bytes.at(index).load(); });
+  module.def("reset_peak", [](int index) { peak_bytes.at(index) = live_bytes.at(index).load(); });
   module.def("counts", [] {
     std::lock_guard<std::mutex> lock(counts_mutex);
     return counts;

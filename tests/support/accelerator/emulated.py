@@ -54,7 +54,15 @@ def empty_cache() -> None:
 
 
 def memory_allocated(place: Any = None) -> int:
-    return int(device_code.live_bytes())
+    return int(device_code.live_bytes(_index(place)))
+
+
+def max_memory_allocated(place: Any = None) -> int:
+    return int(device_code.peak_bytes(_index(place)))
+
+
+def reset_peak_memory_stats(place: Any = None) -> None:
+    device_code.reset_peak(_index(place))
 
 
 def get_rng_state(place: Any = None) -> torch.Tensor:

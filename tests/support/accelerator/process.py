@@ -31,6 +31,10 @@ def cases_of(group: str) -> dict[str, Callable[[Path], None]]:
         from tests.support.accelerator.counts import cases
 
         return cases()
+    if group == "memory":
+        from tests.support.accelerator.memory import cases
+
+        return cases()
     from tests.support.accelerator.cases import GROUPS
 
     return GROUPS[group]()

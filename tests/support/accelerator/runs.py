@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from hf_coefsfl import SplitFedTrainer
 from hf_coefsfl.federation.simulation import Simulation
-from tests.support.accelerator.emulated import device_code
+from tests.support.accelerator.emulated import memory_allocated
 from tests.support.federated import QUICK, images, texts, tiny_bert, tiny_vit, trainer, weights
 
 HOST, DEVICE, SECOND = "cpu", "emulated:0", "emulated:1"
@@ -123,7 +123,7 @@ def live_bytes_of_clients() -> Iterator[list[int]]:
 
     def noted(self: Simulation, *args: Any) -> Any:
         report = run_client(self, *args)
-        found.append(device_code.live_bytes())
+        found.append(memory_allocated(self.args.device))
         return report
 
     with mock.patch.object(Simulation, "_run_client", noted):
