@@ -151,7 +151,7 @@ def check_trained(model: nn.Module, names: Collection[str]) -> None:
     inside = [q for q in quantised if any(f".{q}.".endswith(f".{n}.") or f".{n}." in f".{q}." for n in names)]
     if inside:
         raise ValueError(
-            f"The weights of {', '.join(inside)} are quantised, and integers cannot be trained. Load the model with "
+            f"The weights of {', '.join(inside[:2])}{' ...' * (len(inside) > 2)} are quantised, and integers cannot be trained. Load the model with "
             f"BitsAndBytesConfig(..., llm_int8_skip_modules={sorted(names)}), or choose head='lora' or 'frozen'."
         )
 

@@ -159,8 +159,8 @@ def test_evaluating_does_not_pack_the_weights_that_the_halves_share() -> None:
     model = quantised(wide_bert(dropout=0.0), "nf4")
     layer = model.get_submodule(LAYER)
     layer.support_avx512bf16_for_cpu = True
-    split = split_model(model, 2).eval()
     before = {name: t.clone() for name, t in beside_weights(model)}
+    split = split_model(model, 2).eval()
     with torch.no_grad():
         model(**batch()), split.client(**batch())
     assert all(torch.equal(t, before[name]) for name, t in beside_weights(model))
