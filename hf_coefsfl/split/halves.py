@@ -18,7 +18,7 @@ from .placeholders import (
     refuse_block_outputs,
     sort_inputs,
 )
-from .quantized import numel, scale_nbytes
+from .quantized import inner_tensors, numel, scale_nbytes
 from .stand_ins import CutReached, Injection, RandomState, injecting
 from .surgery import Cut
 
@@ -44,7 +44,7 @@ class Half(nn.Module):
 
     def nbytes(self) -> int:
         """Bytes of the parameters and buffers of this half; what the other half owns weighs nothing."""
-        tensors = {id(t): t for t in (*self.parameters(), *self.buffers())}
+        tensors = {id(t): t for whole in (*self.parameters(), *self.buffers()) for t in inner_tensors(whole)}
         own = sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors.values())
         return own + scale_nbytes(self)
 

@@ -1,7 +1,8 @@
-"""Base weights in 8 or 4 bits, as bitsandbytes keeps them: what halves share, hold, write and read of them.
+"""Base weights in 8 or 4 bits: what halves share, hold, write and read of them.
 
-The weight of such a layer is an integer tensor. The scales that turn it into numbers lie in an object beside it, which
-is neither a parameter nor a buffer. This module imports bitsandbytes only to read a half that was saved.
+The weight of a layer of bitsandbytes is an integer tensor. The scales that turn it into numbers lie in an object beside
+it, which is neither a parameter nor a buffer. A weight of torchao looks like a tensor of floats and holds both. This
+module imports bitsandbytes only to read a half that was saved.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from .placeholders import unwrapped
@@ -68,6 +70,15 @@ def scales(layer: Any) -> dict[str, Tensor]:
     return {f"weight.{name}": t for name, t in layer.weight.quant_state.as_dict(packed=True).items()}
 
 
+def inner_tensors(t: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that a tensor is made of: those inside one of torchao, else itself."""
+    if not is_traceable_wrapper_subclass(t):
+        yield t
+    else:
+        for name in t.__tensor_flatten__()[0]:
+            yield from inner_tensors(getattr(t, name))
+
+
 def beside_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the scales of all layers, with their names."""
     for path, layer in quantised_layers(model):
@@ -100,19 +111,22 @@ def numel(parameter: Tensor) -> int:
 def prepare_quantised(model: nn.Module) -> None:
     """Refuse quantised models that cannot be split, and have the others compute in one way."""
     method = quantisation(model)
-    if method not in (None, "bitsandbytes"):
+    kind = getattr(getattr(unwrapped(model).config, "quantization_config", None), "quant_type", None)
+    if method == "torchao" and type(kind).__name__ != "Int8WeightOnlyConfig":
+        method = f"torchao with {type(kind).__name__}"
+    if method not in (None, "bitsandbytes", "torchao"):
         raise ValueError(
-            f"The model is quantised by {method}, of which only bitsandbytes is supported: the layers of others keep "
-            "their weights in ways that halves do not share. Load the model with BitsAndBytesConfig(load_in_8bit=True) "
-            "or (load_in_4bit=True, bnb_4bit_quant_type='nf4'), or without quantisation."
+            f"The model is quantised by {method}: whether its halves share and train through such weights is not "
+            "known. Load the model with BitsAndBytesConfig(load_in_8bit=True) or (load_in_4bit=True, "
+            "bnb_4bit_quant_type='nf4'), with TorchAoConfig(Int8WeightOnlyConfig()), or without quantisation."
         )
     for name, layer in quantised_layers(model):
         weight = layer.weight
         if type(weight).__name__ == "Int8Params":
             if weight.dtype != torch.int8:
                 raise ValueError(
-                    f"The weight of {name} is {weight.dtype}, not 8-bit: llm_int8_has_fp16_weight=True keeps both. Load "
-                    "the model without it."
+                    f"The weight of {name} is {weight.dtype}, not 8-bit, by llm_int8_has_fp16_weight=True. Load the "
+                    "model without it."
                 )
             # It would say once for each product that inputs are cast to float16.
             logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
@@ -147,13 +161,20 @@ def _quantisation_of(config: Any) -> str | None:
 
 def check_trained(model: nn.Module, names: Collection[str]) -> None:
     """Refuse to train modules of these names in full if their weights are quantised."""
-    quantised = [name for name, _ in quantised_layers(model)]
+    quantised = [name for name, _ in quantised_layers(model)] + _wrapped(model)
     inside = [q for q in quantised if any(f".{q}.".endswith(f".{n}.") or f".{n}." in f".{q}." for n in names)]
     if inside:
         raise ValueError(
-            f"The weights of {', '.join(inside[:2])}{' ...' * (len(inside) > 2)} are quantised, and integers cannot be trained. Load the model with "
-            f"BitsAndBytesConfig(..., llm_int8_skip_modules={sorted(names)}), or choose head='lora' or 'frozen'."
+            f"The weights of {', '.join(inside[:2])}{' ...' * (len(inside) > 2)} are quantised, and integers cannot be "
+            f"trained. Load the model with BitsAndBytesConfig(..., llm_int8_skip_modules={sorted(names)}), or "
+            "TorchAoConfig(..., modules_to_not_convert=...), or choose head='lora' or 'frozen'."
         )
+
+
+def _wrapped(model: nn.Module) -> list[str]:
+    """Return the names of the layers whose weights are of torchao."""
+    weights = {name: module._parameters.get("weight") for name, module in model.named_modules()}
+    return [name for name, weight in weights.items() if is_traceable_wrapper_subclass(weight)]
 
 
 # ---- Halves in folders ----
@@ -161,6 +182,12 @@ def check_trained(model: nn.Module, names: Collection[str]) -> None:
 
 def check_can_be_saved(model: nn.Module) -> None:
     """Refuse to save quantised layers that nothing in the folder would tell of."""
+    wrapped = _wrapped(model)
+    if wrapped:
+        raise ValueError(
+            f"The weight of {wrapped[0]} is quantised by torchao, of which a half cannot be saved. Quantise the model "
+            "with bitsandbytes, or keep the half in memory."
+        )
     layers = [name for name, _ in quantised_layers(model)]
     if layers and _quantisation_of(getattr(unwrapped(model), "config", None)) is None:
         raise ValueError(

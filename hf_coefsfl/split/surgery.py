@@ -44,7 +44,9 @@ class Cut:
 
 def clone(model: nn.Module) -> nn.Module:
     """A copy of the modules of `model` that shares all its tensors."""
-    return copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *_loose_tensors(model))} | _shared_states(model))
+    return copy.deepcopy(
+        model, {id(t): t for t in (*model.parameters(), *_loose_tensors(model))} | _shared_states(model)
+    )
 
 
 def make_client(model: nn.Module, cut: Cut, owned: set[int]) -> nn.Module:

@@ -155,9 +155,7 @@ class FineTuningTask:
                 skeleton = self.auto_model.from_config(config)
             kwargs["quantization_config"] = quantisation_config(skeleton, self.arguments, self.blocks)
         dtype = getattr(torch, self.arguments.dtype)
-        model: PreTrainedModel = load_from_hub_or_folder(
-            self.auto_model, self.model_id, "model", dtype=dtype, **kwargs
-        )
+        model: PreTrainedModel = load_from_hub_or_folder(self.auto_model, self.model_id, "model", dtype=dtype, **kwargs)
         return model
 
     def load_classifier(self, names: list[str]) -> PreTrainedModel:

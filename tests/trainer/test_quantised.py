@@ -67,7 +67,9 @@ def test_operations_are_counted_as_those_of_floats(kind: str, dropout: bool, tmp
 
 @pytest.mark.parametrize("method", [name for name in sorted(METHODS) if name not in TRAINED])
 def test_a_method_that_trains_copies_of_blocks_is_refused(method: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"quantised \(bitsandbytes\). method='{method}' trains copies of the model's"):
+    with pytest.raises(
+        ValueError, match=rf"quantised \(bitsandbytes\). method='{method}' trains copies of the model's"
+    ):
         make(tmp_path, quantised(wide_bert(), "nf4"), method)
 
 
@@ -92,9 +94,10 @@ def test_a_quantised_head_is_refused_with_what_to_leave_out(tmp_path: Path) -> N
     model = quantised(wide_bert(), "nf4", llm_int8_skip_modules=None)
     with pytest.raises(ValueError, match=r"of classifier are quantised, .* llm_int8_skip_modules=\['classifier'\]\)"):
         make(tmp_path, model)
+    config = LoraConfig(target_modules=["query"], modules_to_save=["output.dense"])
+    blocks_only = quantised(wide_bert(), "nf4")
     with pytest.raises(ValueError, match=r"weights of bert.encoder.layer.0.\S*, \S* ... are quantised"):
-        config = LoraConfig(target_modules=["query"], modules_to_save=["output.dense"])
-        make(tmp_path, quantised(wide_bert(), "nf4"), peft_config=config)
+        make(tmp_path, blocks_only, peft_config=config)
     _, moved = trained(tmp_path / "lora", model, head="lora")
     assert any("classifier.lora_A" in name for name in moved)
 
@@ -149,6 +152,7 @@ def test_over_bfloat16_and_under_autocast(kind: str, tmp_path: Path) -> None:
     run.evaluate(texts(6))
     assert all(torch.equal(t, before[name.replace("base_model.model.", "").replace("base_layer.", "")])
                for name, t in beside_weights(run.model))  # fmt: skip
-    assert all(torch.equal(layer.weight, old) for (_, layer), old in zip(quantised_layers(run.model), bits.values()))
+    kept = {name: layer.weight for name, layer in quantised_layers(run.model)}
+    assert all(torch.equal(a, b) for a, b in zip(kept.values(), bits.values(), strict=True))
     _, moved = trained(tmp_path / "autocast", quantised(wide_bert(), kind), bf16=True)
     assert all(t.any() and t.isfinite().all() for t in moved.values())
