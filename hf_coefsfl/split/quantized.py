@@ -99,6 +99,14 @@ def scale_nbytes(model: nn.Module) -> int:
     return sum(t.nbytes for t in held.values())
 
 
+def bits_of(model: nn.Module) -> str | None:
+    """Return what quantised weights are kept as, such as "int8" or "nf4"; None if there are none."""
+    for _, layer in quantised_layers(model):
+        state = getattr(layer.weight, "quant_state", None)
+        return "int8" if state is None else str(state.quant_type)
+    return "int8 (torchao)" if _wrapped(model) else None
+
+
 def numel(parameter: Tensor) -> int:
     """Return the number of weights in a parameter; a byte of a 4-bit one holds two."""
     state = getattr(parameter, "quant_state", None)

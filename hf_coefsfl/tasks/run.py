@@ -228,7 +228,8 @@ def summarize(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str
         "metrics": metrics,
         "curve": _curve(trainer, job, evaluated),
         "weights": {"round": weights.round, "best": weights.best, "mib": weights.mib},
-        "base": {"name_or_path": weights.base, "dtype": weights.dtype},
+        "base": {"name_or_path": weights.base, "dtype": weights.dtype}
+        | ({"quantised": weights.quantised} if weights.quantised else {}),
         "id2label": weights.classes,
         "mib": trainer.ledger.mib,
         "transfers": trainer.ledger.total.transfers,
