@@ -15,9 +15,11 @@ from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hf_coefsfl.flower.client_node import fingerprint
 from hf_coefsfl.split import load_client, load_server, split_model
 from hf_coefsfl.split.lora import default_lora
 from hf_coefsfl.split.quantized import beside_weights, quantised_layers, scales, states
+from hf_coefsfl.trainer.fingerprints import of_weights
 from tests.support.models import MODELS
 from tests.support.quantised import KINDS, dequantised, need_bitsandbytes, quantised, wide_bert
 
@@ -112,6 +114,7 @@ def test_a_half_alone_computes_and_trains_as_before(kind: str, tmp_path: Path) -
         half.save_pretrained(tmp_path / half.side)
     client, server = load_client(tmp_path), load_server(tmp_path)
     assert client.nbytes() == split.client.nbytes() and client.num_parameters() == split.client.num_parameters()
+    assert fingerprint(client) == fingerprint(split.client)
     _, gradient, trained = gradients(split)
     for mode in (True, False):
         split.train(mode), client.train(mode), server.train(mode)
@@ -238,9 +241,6 @@ def test_a_half_of_another_quantiser_is_not_read(tmp_path: Path) -> None:
 
 
 def test_scales_are_part_of_the_checksums() -> None:
-    from hf_coefsfl.flower.client_node import fingerprint
-    from hf_coefsfl.trainer.fingerprints import of_weights
-
     split = split_model(quantised(wide_bert(), "int8"), 2)
     before = fingerprint(split.client), of_weights(split.model)
     scales(split.client.model.get_submodule(LAYER))["SCB"].mul_(1.5)
