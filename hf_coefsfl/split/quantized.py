@@ -238,7 +238,7 @@ def fill_quantised(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         parts.pop("bias", None)
         try:
             layer.weight = _read_weight(layer, parts)
-        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
             raise ValueError(
                 f"{path}.weight, which is quantised, cannot be read ({type(error).__name__}: {error}). Copy or write "
                 "the half anew."
@@ -261,6 +261,8 @@ def _read_weight(layer: Any, parts: dict[str, Tensor]) -> nn.Parameter:
     state = loaded.quant_state
     if tuple(state.shape) != shape or state.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"it is {state.dtype} of shape {tuple(state.shape)} instead of {shape}")
+    if state.quant_type not in ("nf4", "fp4"):
+        raise ValueError(f"quant_type is {state.quant_type!r}")
     blocks = ceil(count / _block_size(state.blocksize))
     _expect("weight", weight, torch.uint8, ceil(count / 2), 1)
     _expect("quant_map", state.code, torch.float32, 16)
@@ -268,6 +270,9 @@ def _read_weight(layer: Any, parts: dict[str, Tensor]) -> nn.Parameter:
     if state.nested:
         _expect("nested_absmax", state.state2.absmax, torch.float32, ceil(blocks / _block_size(state.state2.blocksize)))
         _expect("nested_quant_map", state.state2.code, torch.float32, 256)
+        _expect("nested_offset", state.offset, torch.float32)
+        if state.state2.dtype != torch.float32:
+            raise ValueError(f"nested_dtype is {state.state2.dtype}")
     return loaded
 
 

@@ -217,10 +217,15 @@ def test_damaged_halves(kind: str, name: str, edit: Callable[[Tensor], Tensor], 
 
 
 @pytest.mark.parametrize(
-    "change", [{"shape": [64, 640]}, {"blocksize": 4}, {"blocksize": 0}, {"blocksize": "64"}, {"dtype": "int64"}]
-)
+    "change",
+    [
+        {"shape": [64, 640]}, {"blocksize": 4}, {"blocksize": 0}, {"blocksize": "64"}, {"dtype": "int64"},
+        {"dtype": "load"}, {"quant_type": "x"}, {"nested_offset": float("nan")}, {"nested_blocksize": 2**40},
+        {"nested_dtype": "int8"}, {"more": 1},
+    ],
+)  # fmt: skip
 def test_a_description_of_other_sizes(change: dict[str, Any], tmp_path: Path) -> None:
-    split_model(quantised(wide_bert(), "nf4"), 2).client.save_pretrained(tmp_path)
+    split_model(quantised(wide_bert(), "nf4-double"), 2).client.save_pretrained(tmp_path)
 
     def edit(t: Tensor) -> Tensor:
         description = json.loads(bytes(t.tolist())) | change
