@@ -26,6 +26,7 @@ from tests.support.pages import (
     small_world,
 )
 from tests.support.paths import ROOT
+from tests.support.quantised import need_bitsandbytes
 from tests.support.selection import slow_except
 
 # Commands that are not run here, by how they begin.
@@ -48,6 +49,7 @@ NOT_RUN = {
 }
 NOT_HERE = "recipes/your_script.py"  # stands for a script of the reader
 PYTHON_PAGES = [page for page in PAGES if blocks(page, "python")]
+QUANTISED = "docs/quantized.md"
 SHELL_PAGES = [page for page in PAGES if commands(page)]
 TINY = ["--num_rounds", "2", "--warmup_rounds", "1", "--per_device_train_batch_size", "4", "--use_cpu", "true"]
 MODELS = {"causal_lm": DECODER, "image_classification": IMAGES}  # of the other tasks: TEXTS
@@ -77,6 +79,8 @@ def test_each_block_has_a_language_and_each_command_a_runner() -> None:
 @pytest.mark.parametrize("page", slow_except("docs/cut.md", of=PYTHON_PAGES))
 def test_python(page: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page run one after the other in one namespace. Rounds and clients are fewer."""
+    if page == QUANTISED:
+        need_bitsandbytes()
     pushed: list[str] = []
     monkeypatch.setattr(SplitFedTrainer, "push_to_hub", lambda trainer: pushed.append(trainer.args.output_dir))
     if page == "docs/hub.md":  # what it downloads
@@ -101,6 +105,8 @@ def shrunk(code: str) -> str:
 
 @pytest.mark.parametrize("page", slow_except("docs/paper.md", "docs/results.md", "docs/testing.md", of=SHELL_PAGES))
 def test_commands(page: str, world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if page == QUANTISED:
+        need_bitsandbytes()
     for number, words in enumerate(commands(page)):
         if reason(words) is None and NOT_HERE not in words:
             RUNNERS[words[0]](words[1:], f"out{number}")

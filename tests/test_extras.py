@@ -11,7 +11,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 
-sys.modules |= dict.fromkeys(("matplotlib", "sklearn", "flwr"))  # None: importing it raises ImportError
+sys.modules |= dict.fromkeys(("matplotlib", "sklearn", "flwr", "bitsandbytes"))  # None: importing it raises ImportError
 
 from hf_coefsfl.compare import expand, parse_spec, write_report
 from tests.support.comparisons import content, summary

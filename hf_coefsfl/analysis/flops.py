@@ -40,6 +40,18 @@ def _grouped_mm_flop(a: Tensor, b: Tensor, *args: Any, out_val: Any = None, **kw
 
 
 _FORMULAS = {**flop_registry, _aten._grouped_mm: _grouped_mm_flop}
+# The products of bitsandbytes, which PyTorch sees as one operation each.
+_QUANTISED_FORMULAS: dict[str, Callable[..., int]] = {
+    "gemm_4bit": lambda a, b, shape, *args, **kwargs: 2 * a.numel() * shape[0],
+    "int8_scaled_mm": lambda a, b, *args, **kwargs: 2 * a.numel() * b.shape[0],
+    "int8_mixed_scaled_mm": lambda a, quantised, b, *args, **kwargs: 2 * a.numel() * b.shape[0],
+}
+
+
+def _formula(func: Any) -> Callable[..., Any] | None:
+    if func.namespace == "bitsandbytes":
+        return _QUANTISED_FORMULAS.get(func._opname)
+    return _FORMULAS.get(func._overloadpacket)
 
 
 class OperationCounter(Watching):
@@ -76,7 +88,7 @@ class OperationCounter(Watching):
             return func(*args, **kwargs)  # only shapes: nothing is computed
         if self.side == "client":
             self._note_weights(args)
-        formula = _FORMULAS.get(func._overloadpacket)
+        formula = _formula(func)
         if formula is None:
             if torch.is_inference_mode_enabled():  # composite operations arrive undivided there
                 with self:

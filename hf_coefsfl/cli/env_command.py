@@ -21,7 +21,7 @@ example:
 """
 PACKAGES = (
     "torch", "torchvision", "transformers", "peft", "accelerate", "datasets", "evaluate", "timm", "safetensors",
-    "huggingface_hub", "numpy", "flwr",
+    "huggingface_hub", "numpy", "bitsandbytes", "flwr",
 )  # fmt: skip
 # Settings that change what a run does, by the start of their names. Values of tokens are never shown.
 _PREFIXES = ("ACCELERATE_", "CUDA_", "DNNL_", "HF_", "HIP_", "MKL_", "NCCL_", "OMP_", "ONEDNN_", "PYTORCH_", "TORCH_",

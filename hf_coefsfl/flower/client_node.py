@@ -25,6 +25,7 @@ from ..federation.schedule import MethodSchedule, set_mode
 from ..protocol.loss import LossSpec
 from ..split import ClientHalf, load_client
 from ..split.placeholders import unwrapped
+from ..split.quantized import beside_weights
 from .errors import Code, failing_as
 from .lasting import LastingState
 from .memory import return_freed_memory
@@ -163,6 +164,9 @@ def fingerprint(half: ClientHalf) -> str:
         checksum.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}".encode())
         if not parameter.requires_grad:
             checksum.update(_bytes(parameter))
+    for name, scale in sorted(beside_weights(half.model)):
+        checksum.update(name.encode())
+        checksum.update(_bytes(scale))
     return checksum.hexdigest()
 
 

@@ -49,6 +49,7 @@ class Method:
     is_reference: ClassVar[bool] = False  # references are not ranked with the other methods
     deployable: ClassVar[bool] = True  # False if a client needs more of the model than its own half
     differentiates_twice: ClassVar[bool] = False  # the server's passes; compiled blocks can be differentiated once
+    trains_block_copies: ClassVar[bool] = False  # of the model, whose weights must then be numbers, not quantised
     upload_tensors: ClassVar[int] = 1  # of the size of the activations, in the upload of a batch
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -59,6 +59,7 @@ class FSLSAGE(Method):
     title: ClassVar[str] = "FSL-SAGE"
     table_position: ClassVar[int] = 6
     deployable: ClassVar[bool] = False  # clients hold a copy of server blocks
+    trains_block_copies: ClassVar[bool] = True
 
     align_every: int = option(10, "l, rounds between alignments")
     align_epochs: int = option(40, "E, epochs of an alignment")

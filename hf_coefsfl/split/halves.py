@@ -18,6 +18,7 @@ from .placeholders import (
     refuse_block_outputs,
     sort_inputs,
 )
+from .quantized import inner_tensors, numel, scale_nbytes
 from .stand_ins import CutReached, Injection, RandomState, injecting
 from .surgery import Cut
 
@@ -39,12 +40,13 @@ class Half(nn.Module):
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """Number of parameters of this half."""
-        return sum(p.numel() for p in self.parameters() if p.requires_grad or not only_trainable)
+        return sum(numel(p) for p in self.parameters() if p.requires_grad or not only_trainable)
 
     def nbytes(self) -> int:
         """Bytes of the parameters and buffers of this half; what the other half owns weighs nothing."""
-        tensors = {id(t): t for t in (*self.parameters(), *self.buffers())}
-        return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors.values())
+        tensors = {id(t): t for whole in (*self.parameters(), *self.buffers()) for t in inner_tensors(whole)}
+        own = sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors.values())
+        return own + scale_nbytes(self)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write this half to a folder: its config, the cut and its tensors as safetensors."""

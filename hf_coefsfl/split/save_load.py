@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .blocks import members
 from .placeholders import unwrapped
 from .precision import bridge_dtypes
+from .quantized import beside_weights, check_can_be_saved, fill_quantised, is_quantised, quantise_skeleton
 from .sources import side_folder
 from .surgery import Cut, cut_path, handover_path, make_client, make_server
 
@@ -48,6 +49,7 @@ def save_half(half: Half, folder: str | Path) -> None:
                 f"Adapter {name!r} ({config.peft_type}) makes virtual tokens from the whole model's embeddings: a half "
                 "with it cannot be saved. Use an adapter of the weights, such as LoRA."
             )
+    check_can_be_saved(half.model)
     folder.mkdir(parents=True, exist_ok=True)
     base.config.save_pretrained(folder)
     for name, config in adapters.items():
@@ -71,6 +73,7 @@ def save_half(half: Half, folder: str | Path) -> None:
         value = _get(module, key)
         if name not in tensors and not any(value is t for t in tensors.values()):
             tensors[name] = value
+    tensors |= dict(beside_weights(half.model))
     save_file({name: t.detach().clone().contiguous() for name, t in tensors.items()}, folder / _TENSORS)
 
 
@@ -118,6 +121,7 @@ def _load(folder: Path, side: str) -> tuple[nn.Module, Cut]:
         tensors = load_file(folder / _TENSORS)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder / _TENSORS} cannot be read ({error}). Copy or write the half anew.") from error
+    fill_quantised(model, tensors)
     _fill(model, tensors, set(description["trainable"]))
     bridge_dtypes(model)
     return model.eval(), cut
@@ -169,6 +173,7 @@ def _skeleton(folder: Path, description: dict[str, Any]) -> nn.Module:
     config._attn_implementation = description["attention"]
     with torch.device("meta"):
         model = model_class(config)
+        quantise_skeleton(model, folder)
         if not description["adapters"]:
             return model
         from peft import PeftConfig, get_peft_model
@@ -227,6 +232,8 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], trainable: set[str]) -> 
     missing: list[str] = []
     for (module, key), name in _slots(model).items():
         value = _get(module, key)
+        if is_quantised(value):
+            continue
         if id(value) not in filled:
             if name not in tensors:
                 missing.append(name)

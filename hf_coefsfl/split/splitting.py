@@ -23,6 +23,7 @@ from .exactness import evaluation_gap, training_gap
 from .halves import ClientHalf, ServerHalf, run_to_cut
 from .placeholders import crossing_context, no_cache, placeholder_inputs, sort_inputs, unwrapped
 from .placeholders import example_inputs as derive_inputs
+from .quantized import prepare_quantised
 from .stand_ins import RandomState
 from .surgery import Cut, clone, make_client, make_probe, make_server
 from .tracing import Ownership, Record, arguments_to_ship, find_owners, record_run
@@ -94,6 +95,7 @@ def split_model(
             "or a timm model loaded as TimmWrapperForImageClassification."
         )
     _refuse_layerdrop(model, path)
+    prepare_quantised(model)
     inputs = dict(example_inputs) if example_inputs is not None else derive_inputs(model)
     random_state = RandomState(next(model.parameters()).device)
     try:

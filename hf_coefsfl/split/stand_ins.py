@@ -218,13 +218,13 @@ class Hollow(nn.Module):
 
     def _run_twin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         twin = vars(self)["twin"]
-        dtype = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.float32)
+        dtype = next((p.dtype for p in twin.parameters() if p.is_floating_point()), None)
 
         def to_meta(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             # Autocast does not reach the meta device: the inputs take the dtype of the weights.
-            return torch.empty_like(value, device="meta", dtype=dtype if value.is_floating_point() else value.dtype)
+            return torch.empty_like(value, device="meta", dtype=dtype if value.is_floating_point() else None)
 
         try:
             with torch.no_grad():

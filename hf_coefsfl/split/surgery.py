@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .blocks import members
+from .quantized import states, without_quantised
 from .stand_ins import Absent, Hollow, Inject, PassThrough, Stop
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -43,7 +44,9 @@ class Cut:
 
 def clone(model: nn.Module) -> nn.Module:
     """A copy of the modules of `model` that shares all its tensors."""
-    return copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *_loose_tensors(model))})
+    return copy.deepcopy(
+        model, {id(t): t for t in (*model.parameters(), *_loose_tensors(model))} | _shared_states(model)
+    )
 
 
 def make_client(model: nn.Module, cut: Cut, owned: set[int]) -> nn.Module:
@@ -76,7 +79,7 @@ def make_server(model: nn.Module, cut: Cut, owned: set[int]) -> nn.Module:
     for module, twin in zip(foreign, twins, strict=True):
         if any(module is m for m in leaves):
             module._buffers = {name: t if name in twin._parameters else None for name, t in module._buffers.items()}
-        vars(module).update(twin=twin, outputs={}, before_cut=module is handover)
+        vars(module).update(twin=twin, outputs={}, before_cut=module is handover, **dict.fromkeys(states(module)))
         _subclass(module, Hollow)
     return model
 
@@ -155,6 +158,7 @@ def _forget_tensors(dropped: list[nn.Module], model: nn.Module) -> None:
         if id(module) not in alive:
             module._parameters = dict.fromkeys(module._parameters)
             module._buffers = dict.fromkeys(module._buffers)
+            vars(module).update(dict.fromkeys(states(module)))
 
 
 def _replace(parent: nn.Module, name: str, module: nn.Module) -> None:
@@ -192,11 +196,16 @@ def _meta_twin(module: nn.Module) -> nn.Module:
     """A copy of a module on the meta device; its weights are never held twice."""
     meta: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), False) for p in module.parameters()}
     meta |= {id(t): t.detach().to("meta") for t in _loose_tensors(module)}
-    twin = copy.deepcopy(module, meta).eval()
+    twin = without_quantised(copy.deepcopy(module, meta | _shared_states(module)), module).eval()
     for m in twin.modules():
         m._forward_hooks.clear()
         m._forward_pre_hooks.clear()
     return twin
+
+
+def _shared_states(module: nn.Module) -> dict[int, Any]:
+    """The scales of quantised layers, for a copy of the modules to share."""
+    return {id(state): state for m in module.modules() for state in states(m).values()}
 
 
 def _loose_tensors(module: nn.Module) -> list[Tensor]:

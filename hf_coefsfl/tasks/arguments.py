@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+DTYPES = ("float32", "bfloat16")
+
 
 @dataclass
 class TaskArguments:
@@ -38,6 +40,23 @@ class TaskArguments:
     )
     lora_rank: int = field(default=4, metadata={"help": "Rank of the LoRA adapter."})
     lora_alpha: int = field(default=8, metadata={"help": "Scale of the LoRA adapter."})
+    dtype: str = field(
+        default="float32",
+        metadata={"help": f"Numbers of the frozen weights: {' or '.join(DTYPES)}. What is trained is float32."},
+    )
+    load_in_8bit: bool = field(
+        default=False, metadata={"help": "Keep the linear layers of the blocks in int8 (needs bitsandbytes)."}
+    )
+    load_in_4bit: bool = field(
+        default=False, metadata={"help": "Keep the linear layers of the blocks in 4-bit nf4 (needs bitsandbytes)."}
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that a model cannot be loaded in."""
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} is not allowed. Choose one of: {', '.join(DTYPES)}.")
+        if self.load_in_8bit and self.load_in_4bit:
+            raise ValueError("load_in_8bit and load_in_4bit do not go together. Choose one of them.")
 
 
 @dataclass

@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel, set_seed
+from transformers import AutoConfig, PreTrainedModel, set_seed
 
 from .._suggest import did_you_mean
 from . import digits
 from .arguments import TaskArguments
 from .loading import load_splits, pick, shortened, tell_truncated, with_column_of
 from .metrics import NamedMetrics
+from .model_weights import asked_to_quantise, quantisation_config
 from .presets import Task
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class FineTuningTask:
     lower_is_better: ClassVar[tuple[str, ...]] = ()  # metrics of which less is better
     remove_unused_columns: ClassVar[bool] = True
     truncates: ClassVar[bool] = False  # whether texts are cut off at max_length tokens
+    blocks: str | None = None  # path of the model's list of blocks, if it is not to be guessed
 
     def __init__(
         self, task: Task, arguments: TaskArguments, keep: str | None = None, model: PreTrainedModel | None = None
@@ -143,17 +145,17 @@ class FineTuningTask:
         raise NotImplementedError
 
     def load_model(self, **kwargs: Any) -> PreTrainedModel:
-        """Return the model in float32, the precision of the trained weights."""
+        """Return the model, with frozen weights in the numbers that the arguments name."""
         if self.model is not None:
             return self.model
-        model: PreTrainedModel = load_from_hub_or_folder(
-            self.auto_model,
-            self.model_id,
-            "model",
-            revision=self.arguments.model_revision or "main",
-            dtype=torch.float32,
-            **kwargs,
-        )
+        kwargs["revision"] = self.arguments.model_revision or "main"
+        if asked_to_quantise(self.arguments):
+            config = load_from_hub_or_folder(AutoConfig, self.model_id, "model", **kwargs)
+            with torch.device("meta"):
+                skeleton = self.auto_model.from_config(config)
+            kwargs["quantization_config"] = quantisation_config(skeleton, self.arguments, self.blocks)
+        dtype = getattr(torch, self.arguments.dtype)
+        model: PreTrainedModel = load_from_hub_or_folder(self.auto_model, self.model_id, "model", dtype=dtype, **kwargs)
         return model
 
     def load_classifier(self, names: list[str]) -> PreTrainedModel:

@@ -31,6 +31,7 @@ from ..trainer.trainer import SplitFedTrainer
 from ..trainer.weights import Weights
 from . import TASKS, FineTuningTask, Prepared
 from .interruption import STATUS, interruptible
+from .model_weights import check_weights
 from .options import parse_options
 
 logger = logging.getLogger(__name__)
@@ -125,7 +126,9 @@ def make_trainer(
         kind: the class of the trainer.
         train: whether the training data is here; clients may have it.
     """
+    check_weights(job.arguments, config)
     config.remove_unused_columns = job.remove_unused_columns
+    job.blocks = config.blocks
     with config.main_process_first(desc="preparing the data"):
         prepared = job.prepare(config.seed, train=train)
     if config.cut < 1:  # not given
@@ -225,7 +228,8 @@ def summarize(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str
         "metrics": metrics,
         "curve": _curve(trainer, job, evaluated),
         "weights": {"round": weights.round, "best": weights.best, "mib": weights.mib},
-        "base": {"name_or_path": weights.base, "dtype": weights.dtype},
+        "base": {"name_or_path": weights.base, "dtype": weights.dtype}
+        | ({"quantised": weights.quantised} if weights.quantised else {}),
         "id2label": weights.classes,
         "mib": trainer.ledger.mib,
         "transfers": trainer.ledger.total.transfers,

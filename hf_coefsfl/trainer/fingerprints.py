@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from xxhash import xxh3_128
 
 from ..protocol.seeds import preserved_random_state, set_cpu_random_state
+from ..split.quantized import beside_weights, inner_tensors
 
 # Data is read in full up to these sizes, beyond them in rows at equal distances.
 _MOST_BYTES, _MOST_ROWS = 256 * 2**20, 100_000
@@ -53,7 +54,11 @@ def of_weights(model: nn.Module) -> str:
             continue  # of the head before it was trained, which may be random
         checksum.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}".encode())
         if not tensor.requires_grad:
-            _add(checksum, tensor)
+            for part in inner_tensors(tensor):
+                _add(checksum, part)
+    for name, scale in sorted(beside_weights(model)):
+        checksum.update(name.encode())
+        _add(checksum, scale)
     return checksum.hexdigest()
 
 

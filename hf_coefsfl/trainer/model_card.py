@@ -203,7 +203,7 @@ class _Run:
             "name": self.name,
             "what": f"A {kind} adapter{rank} for" if self.adapter else "All weights, fine-tuned, of",
             "base": f"`{public_name(self.base)}` (`{name}`{place})" if self.base else f"a `{name}`",
-            "dtype": self.weights.dtype,
+            "dtype": self.weights.dtype + (f" and {self.weights.quantised}" if self.weights.quantised else ""),
             "weights": f"{self.weights}",
             "datasets": self.datasets,
             "cut": split.cut,
@@ -281,7 +281,7 @@ class _Run:
         return {"transfers": total.transfers, "mib_up": f"{up:,.3f}", "mib_down": f"{down:,.3f}", "traffic": table}
 
     def _base_code(self, source: str, revision: str) -> str:
-        """Return the code that loads the base model as it was trained: its dtype, and a head with the classes."""
+        """Return the code that loads the base model: in its dtype, not quantised, and with a head for the classes."""
         kind, weights = type(self.model).__name__, self.weights
         path = f'"{self.base}"' if self.base else '"path/to/base-model"'
         if is_local(self.base):

@@ -1,4 +1,4 @@
-"""Where a model lies: what does not work there is refused before it is trained."""
+"""Where a model lies, and in which numbers: what does not work so is refused before it is trained."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from ..config import SplitFedConfig
 from ..split.placeholders import unwrapped
+from ..split.quantized import prepare_quantised, quantisation
 
 
 def check_one_device(model: nn.Module) -> None:
@@ -20,6 +21,26 @@ def check_one_device(model: nn.Module) -> None:
             "move them between devices do not follow into the halves. Load it without device_map: each process holds "
             "the whole model on one device."
         )
+
+
+def check_quantised(model: nn.Module, args: SplitFedConfig) -> None:
+    """Refuse what a model with quantised weights cannot do."""
+    method, quantised = args.make_method(), quantisation(model)
+    if quantised is None:
+        return
+    prepare_quantised(model)
+    problem = None
+    if args.full_finetuning:
+        problem = "full_finetuning=True trains every weight, and integers cannot be trained. Train an adapter"
+    elif method.trains_block_copies:
+        problem = (
+            f"method={args.method!r} trains copies of the model's blocks ({method.title}), and integers cannot be "
+            "trained. Choose another method"
+        )
+    elif args.torch_compile:
+        problem = "torch_compile=True cannot compile layers that replace their own weights. Leave it out"
+    if problem is not None:
+        raise ValueError(f"The model is quantised ({quantised}). {problem}, or load the model without quantisation.")
 
 
 def check_recomputation(model: nn.Module, args: SplitFedConfig) -> None:

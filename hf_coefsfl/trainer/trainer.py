@@ -32,13 +32,14 @@ from ..protocol.loss import LossSpec
 from ..split import split_model
 from ..split.lora import default_lora, save_halves, trainable_sides
 from ..split.precision import train_in_float32
+from ..split.quantized import check_trained
 from .checkpoints import LEDGER_NAME, PROBE_NAME, STATE_NAME, is_checkpoint
 from .compilation import compile_blocks
 from .evaluation import EvaluatingTrainer
 from .hub import SharingTrainer, check_token
 from .launching import check_processes, set_timeout
 from .model_card import write_card
-from .placement import check_one_device, check_recomputation
+from .placement import check_one_device, check_quantised, check_recomputation
 from .resuming import ResumingTrainer
 from .weights import adopt_class_names, note_base_path
 
@@ -98,6 +99,7 @@ class SplitFedTrainer(ResumingTrainer, EvaluatingTrainer, SharingTrainer):
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         args.make_method().check_loss(LossSpec.of(base, []))  # before the model is touched
         check_one_device(base)
+        check_quantised(base, args)
         if args.staleness_probe:
             check_probe(args.make_method())
         if args.push_to_hub and args.process_index == 0:
@@ -177,8 +179,10 @@ class SplitFedTrainer(ResumingTrainer, EvaluatingTrainer, SharingTrainer):
                     "full_finetuning=True trains every weight, yet peft_config is given. Drop one of them."
                 )
             return model
+        config = peft_config or default_lora(model, head=args.head, blocks=args.blocks)
+        check_trained(model, getattr(config, "modules_to_save", None) or ())
         set_seed(args.seed)  # LoRA starts from random numbers
-        return get_peft_model(model, peft_config or default_lora(model, head=args.head, blocks=args.blocks))
+        return get_peft_model(model, config)
 
     def _check_sides(self) -> None:
         for side, parameters in (("below", self.client_parameters), ("above", self.server_parameters)):

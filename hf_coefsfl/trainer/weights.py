@@ -11,6 +11,7 @@ from peft import PeftModel
 
 from ..federation.partition import LABEL_COLUMNS
 from ..split.placeholders import unwrapped
+from ..split.quantized import bits_of
 
 if TYPE_CHECKING:
     from .trainer import SplitFedTrainer
@@ -27,6 +28,7 @@ class Weights:
         mib: mebibytes that had crossed the cut by then.
         base: the name or the folder of the model that was fine-tuned; "" if it has none.
         dtype: of its weights.
+        quantised: what some of them were kept as, such as "nf4"; None: all are of that dtype.
         classes: their names by number; None if the model has no classes or they have no names.
     """
 
@@ -36,6 +38,7 @@ class Weights:
     mib: float
     base: str
     dtype: str
+    quantised: str | None
     classes: dict[int, str] | None
 
     @classmethod
@@ -51,6 +54,7 @@ class Weights:
             trainer.ledger.until(held).mib,
             full_path(getattr(model.config, "name_or_path", None) or ""),
             str(model.dtype).removeprefix("torch."),
+            bits_of(model),
             class_names(model),
         )
 

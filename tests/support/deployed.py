@@ -109,7 +109,15 @@ class Site:
         """Write the clients' half, where it is not there."""
         if not (self.folder / "half").exists():
             ours = self.options(dataset_name=str(self.folder / "test"), cut=cut)
-            names = ("model_name_or_path", "dataset_name", "cut", "max_length", "use_cpu")
+            names = (
+                "model_name_or_path",
+                "dataset_name",
+                "cut",
+                "max_length",
+                "use_cpu",
+                "load_in_8bit",
+                "load_in_4bit",
+            )
             argv = [part for name in names if name in ours for part in (f"--{name}", str(ours[name]))]
             assert coefsfl(["split", self.task, *argv, "--output_dir", str(self.folder / "half")]) == 0
 
