@@ -26,7 +26,7 @@ from hf_coefsfl.flower.roster import Roster
 from hf_coefsfl.flower.transport import Courier
 from hf_coefsfl.flower.wire import PROTOCOL
 from hf_coefsfl.methods import make_method
-from hf_coefsfl.protocol.packing import EXCHANGE_DTYPES
+from hf_coefsfl.protocol.codecs import CODECS
 from tests.support.federated import config
 from tests.support.forged import with_bodies
 from tests.support.fuzzing import CLIENTS, ReplayingGrid, Target, Task
@@ -119,7 +119,7 @@ def targets(task: Task, folder: Path) -> Iterator[Target]:
     for number, method in enumerate(sorted(name for name in METHODS if METHODS[name].deployable)):
         with suppress(ValueError):
             make_method(method).check_loss(task.loss_spec)
-            dtype = EXCHANGE_DTYPES[(number + list(TASKS.values()).index(task.name)) % len(EXCHANGE_DTYPES)]
+            dtype = list(CODECS)[(number + list(TASKS.values()).index(task.name)) % len(CODECS)]
             yield Target(task, method, dtype, folder / ".exchange", args, Accelerator(cpu=True))
 
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from hf_coefsfl.protocol.codecs import CODECS
 from hf_coefsfl.protocol.messages import Feedback, Message, Parameters, SmashedData
-from hf_coefsfl.protocol.packing import EXCHANGE_DTYPES, Exchange, Places, Store
+from hf_coefsfl.protocol.packing import Exchange, Places, Store
 from hf_coefsfl.protocol.wire import read_exchange, read_message, write_exchange, write_message
 from tests.support.paths import ROOT
 
@@ -46,7 +47,7 @@ def read(path: Path, store: Store) -> Exchange[SmashedData]:
     return read_exchange(path, SmashedData, store, lambda _, message: places_of(message, store))
 
 
-@pytest.mark.parametrize("dtype", EXCHANGE_DTYPES)
+@pytest.mark.parametrize("dtype", CODECS)
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("limit", [None, 0])
 def test_a_file_gives_back_what_was_sent(tmp_path: Path, dtype: str, padded: bool, limit: int | None) -> None:

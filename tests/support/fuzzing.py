@@ -230,6 +230,6 @@ class HonestClient:
             found: Places | None = sent.places(places[walked[place]])
             return found
 
-        messages: Any = read_exchange(path, Message, self.side.context.store, kept)
+        messages: Any = read_exchange(path, Message, self.side.context.store, kept, batches=batches)
         path.unlink()
         return messages
