@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -249,6 +249,7 @@ def _hadamard(size: int, device: torch.device) -> Tensor:
     return to_device(torch.from_numpy(matrix / math.sqrt(size)).float(), device)
 
 
+@lru_cache(256)  # what one side draws for a batch, the other needs too
 def _signs(features: int, seed: int, device: torch.device) -> Tensor:
     """Return random signs, the same on every device and machine."""
     words = np.random.SeedSequence(seed).generate_state(-(-features // 32), np.uint32).astype("<u4")

@@ -40,6 +40,7 @@ LAUNCHES = {
     "oracle vit": 813,
     "reuse vit": 836,
     "vanilla vit": 505,
+    "coef_p vit int4": 974,
     "coef_j bert": 1103,
     "coef_p bert": 999,
     "gas bert": 1026,
@@ -66,19 +67,20 @@ def counted() -> Iterator[list[Counts]]:
         yield found
 
 
-def of_a_client(folder: Path, method: str, kind: str, batches: int) -> Counts:
+def of_a_client(folder: Path, method: str, kind: str, codec: str, batches: int) -> Counts:
     """Return what one client's round of so many batches takes."""
     options: dict[str, Any] = {"method_kwargs": {"align_every": 1000}} if method == "fsl_sage" else {}
     run = make(folder, DEVICE, kind, method=method, num_clients=1, num_rounds=1, logging_strategy="no",
-               rows=BATCH_SIZE * batches, per_device_train_batch_size=BATCH_SIZE, **options)  # fmt: skip
+               rows=BATCH_SIZE * batches, per_device_train_batch_size=BATCH_SIZE,
+               exchange_dtype=codec, **options)  # fmt: skip
     with counted() as found:
         run.train()
     return found[0]
 
 
-def of_a_batch(folder: Path, method: str, kind: str) -> Counts:
+def of_a_batch(folder: Path, method: str, kind: str, codec: str = "float32") -> Counts:
     """Return what a batch more takes."""
-    few, many = (of_a_client(folder / str(n), method, kind, n) for n in (3, 6))
+    few, many = (of_a_client(folder / str(n), method, kind, codec, n) for n in (3, 6))
     return {name: (many[name] - few.get(name, 0)) / 3 for name in many if many[name] != few.get(name, 0)}
 
 
@@ -87,20 +89,21 @@ def part(counts: Counts, heading: str) -> Counts:
     return {name.removeprefix(heading + " "): n for name, n in counts.items() if name.startswith(heading + " ")}
 
 
-def lean(folder: Path, method: str, kind: str) -> None:
+def lean(folder: Path, name: str) -> None:
     """A batch waits for nothing that is not listed, and takes no more launches than it did."""
-    counts = of_a_batch(folder, method, kind)
+    method, kind, *_ = name.split()
+    counts = of_a_batch(folder, *name.split())
     waits, launches = part(counts, "wait"), sum(part(counts, "launch").values())
     allowed = WAITS.get(method, {}) | ({"item": PASSES[method]} if kind == "bert" else {})
     assert all(number <= allowed.get(name, 0) for name, number in waits.items()), waits
-    assert launches <= LAUNCHES[f"{method} {kind}"], launches
+    assert launches <= LAUNCHES[name], launches
     uploads = part(counts, "upload")
     assert uploads["pinned"] == (3 if kind == "bert" else 2), uploads  # inputs and labels, once
     assert uploads.get("pageable", 0) <= 8, uploads
 
 
 def cases() -> dict[str, Any]:
-    return {name: partial(lean, method=name.split()[0], kind=name.split()[1]) for name in LAUNCHES}
+    return {name: partial(lean, name=name) for name in LAUNCHES}
 
 
 def main() -> None:
