@@ -45,7 +45,7 @@ def write_exchange(exchange: Exchange[Any], path: Path) -> None:
     """Write an exchange of messages of one kind."""
     (kind,) = set(exchange.types())
     declared = [{"plain": _plain(packed.rest), "packed": _declared(packed)} for packed in exchange.packed]
-    header: dict[str, Any] = {"__metadata__": {"kind": kind.__name__, "messages": json.dumps(declared)}}
+    header: dict[str, Any] = {"__metadata__": {"kind": kind.__name__, "messages": _json(declared)}}
     end = 0
     for name, values in _named(exchange):
         size = values.size if isinstance(values, Mapped) else values.numel() * values.element_size()
@@ -55,12 +55,17 @@ def write_exchange(exchange: Exchange[Any], path: Path) -> None:
             "data_offsets": [end, end + size],
         }
         end += size
-    text = json.dumps(header).encode()
+    text = _json(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, values in _named(exchange):
             _write(file, values.read() if isinstance(values, Mapped) else values)
+
+
+def _json(value: Any) -> str:
+    """Return JSON without spaces: of a small batch in few bits, a header is some percent."""
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _write(file: IO[bytes], values: Tensor) -> None:
