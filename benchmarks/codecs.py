@@ -103,14 +103,15 @@ def time_share(model: str, method: str, name: str, rounds: int) -> float:
     ):
         for index in range(rounds + 1):
             seconds[0], start = 0.0, time.process_time()
-            trainer.rounds.run_round(index, 1e-4)
+            (report,) = trainer.rounds.run_round(index, 1e-4).values()
+            assert report.failure is None, f"{model}, {method}, {name}: {report.failure}"
             shares.append(seconds[0] / (time.process_time() - start))
     return median(shares[1:])  # the first one warms up
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds whose time is measured")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds whose time is measured; 0: none")
     parser.add_argument("--shared", type=Path, default=SHARED, help="folder with the models and data of RUNS")
     parser.add_argument("--codecs", nargs="+", default=[name for name in CODECS if name != "float32"])
     parser.add_argument("--json", type=Path, help="where to write the figures")
@@ -128,13 +129,14 @@ def main() -> None:
             errors.append(row)
     print(format_table(errors, {"run": "", "codec": ""} | dict.fromkeys(list(errors[0])[2:], ".4f")), flush=True)
     times: list[dict[str, Any]] = []
-    for name in arguments.codecs:
+    for name in arguments.codecs if arguments.rounds else []:
         row = {"codec": name}
         for model in ("vit-tiny", "text"):
             for method in ("vanilla", "coef_p", "coef_j"):
                 row[f"{model}, {method}"] = time_share(model, method, name, arguments.rounds)
         times.append(row)
-    print("\n" + format_table(times, {"codec": ""} | dict.fromkeys(list(times[0])[1:], ".2%")))
+    if times:
+        print("\n" + format_table(times, {"codec": ""} | dict.fromkeys(list(times[0])[1:], ".2%")))
     if arguments.json:
         arguments.json.write_text(json.dumps({"errors": errors, "times": times}, indent=1))
 
