@@ -18,7 +18,7 @@ from ._bfloat16 import check_bfloat16
 from ._suggest import did_you_mean
 from .methods import DEFAULT_METHOD, METHODS, WARM_UP_METHOD, Method, make_method
 from .methods.base import at_least
-from .protocol.codecs import CODECS, COMPACT, KINDS, resolve_codecs
+from .protocol.codecs import COMPACT, KINDS, for_all_kinds, resolve_codecs
 
 logger = logging.getLogger(__name__)
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -116,14 +116,14 @@ class SplitFedConfig(TrainingArguments):
     exchange_dtype: str = field(
         default="float32",
         metadata={
-            "help": f"Codec of smashed data, gradients and curvature, as they are sent and kept: {', '.join(CODECS)}. "
-            "float32 is as computed."
+            "help": "Codec of smashed data, gradients and curvature, as they are sent and kept: "
+            f"{', '.join(for_all_kinds())}. float32 is as computed."
         },
     )
     exchange_codec: dict | str | None = field(
         default=None,
         metadata={
-            "help": f'Codecs by kind ({", ".join(KINDS)}), e.g. {{"gradients": "int4"}}; other kinds have '
+            "help": f'Codecs by kind ({", ".join(KINDS)}), e.g. {{"gradients": "topk8"}}; other kinds have '
             f"exchange_dtype. Or one name for all: {COMPACT} is what we recommend for few bytes."
         },
     )

@@ -47,6 +47,8 @@ class Part:
 class Codec:
     """Values as they were computed. The base of all codecs."""
 
+    for_smashed_data = True
+
     def parts(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Part, Part | None]:
         """Return what a tensor (..., features) becomes: values and scales."""
         return Part(shape, dtype), None
@@ -199,6 +201,7 @@ class TopTokens(Codec):
     its token.
     """
 
+    for_smashed_data = False  # a server half would see samples of zeros, where layer norms have no gradient
     share = 8
     kept = Rotated(4)
 
@@ -281,6 +284,11 @@ CODECS: dict[str, Codec] = {
 }
 
 
+def for_all_kinds() -> list[str]:
+    """Return the names of the codecs that every kind may have."""
+    return [name for name, codec in CODECS.items() if codec.for_smashed_data]
+
+
 def resolve_codecs(dtype: str = "float32", given: str | Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the name of the codec of each kind; what is not allowed is a ValueError.
 
@@ -288,7 +296,7 @@ def resolve_codecs(dtype: str = "float32", given: str | Mapping[str, str] | None
         dtype: `exchange_dtype`, for the kinds that `given` leaves open.
         given: `exchange_codec`: a name for all kinds, or names by kind, also as JSON.
     """
-    _check("exchange_dtype", dtype, CODECS)
+    _check("exchange_dtype", dtype, for_all_kinds())
     if given is None:
         return dict.fromkeys(KINDS, dtype)
     if isinstance(given, str) and given.startswith("{"):
@@ -297,7 +305,7 @@ def resolve_codecs(dtype: str = "float32", given: str | Mapping[str, str] | None
         except json.JSONDecodeError as error:
             raise ValueError(f"exchange_codec={given!r} is not JSON: {error}. An example: {_EXAMPLE}.") from error
     if isinstance(given, str):
-        _check("exchange_codec", given, (*CODECS, COMPACT))
+        _check("exchange_codec", given, (*for_all_kinds(), COMPACT))
         if dtype not in ("float32", given):
             raise ValueError(
                 f"exchange_dtype={dtype!r} and exchange_codec={given!r} both speak of everything that crosses the cut. "
@@ -312,7 +320,7 @@ def resolve_codecs(dtype: str = "float32", given: str | Mapping[str, str] | None
         if kind not in KINDS:
             near = did_you_mean(kind, KINDS)
             raise ValueError(f"exchange_codec has no kind {kind!r}.{near} Choose from: {', '.join(KINDS)}.")
-        _check(f"exchange_codec of {kind}", name, CODECS)
+        _check(f"exchange_codec of {kind}", name, for_all_kinds() if kind == "smashed_data" else CODECS)
     return dict.fromkeys(KINDS, dtype) | dict(given)
 
 

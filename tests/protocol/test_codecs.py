@@ -210,6 +210,8 @@ def test_codecs_by_kind() -> None:
         ),
         ({"gradients": "fp4"}, "exchange_codec of gradients='fp4' is not allowed"),
         ({"gradients": "compact"}, "exchange_codec of gradients='compact' is not allowed"),
+        ({"smashed_data": "topk8"}, "exchange_codec of smashed_data='topk8' is not allowed"),
+        ("topk8", "exchange_codec='topk8' is not allowed"),
         ('{"gradients": int4}', "is not JSON.*An example"),
         (["int4"], "must be a name or a mapping of kinds to names"),
     ],
