@@ -1,6 +1,7 @@
 """Codecs: their bytes, their errors, and what they do with numbers that are not finite."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from hf_coefsfl.protocol.codecs import CODECS, KINDS, Rotated, _signs, block_siz
 from hf_coefsfl.protocol.messages import Feedback, SmashedData
 from hf_coefsfl.protocol.packing import Exchange, Store
 from hf_coefsfl.protocol.seeds import derive_seed
+from hf_coefsfl.tasks import TASKS
+from hf_coefsfl.tasks.options import parse_options
 from tests.support.packed import MIXED
 
 
@@ -226,3 +229,14 @@ def test_two_words_for_everything_are_refused() -> None:
         resolve_codecs("int8", "int4")
     with pytest.raises(ValueError, match=r"exchange_dtype='int5' is not allowed\."):
         resolve_codecs("int5")
+
+
+def test_codecs_on_a_command_line_and_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.yaml").write_text("exchange_codec: {gradients: int3}\nexchange_dtype: int8")
+    given = ["--exchange_dtype", "int8", "--exchange_codec", '{"gradients": "int3"}']
+    for argv in (["--config", str(tmp_path / "x.yaml")], given):
+        _, _, config = parse_options(TASKS["digits"], argv=[*argv, "--use_cpu"])
+        assert shown(config.exchange_codecs) == "smashed_data int8, gradients int3, curvature int8"
+    with pytest.raises(SystemExit):
+        parse_options(TASKS["digits"], argv=["--exchange_codec", "topk8"])
+    assert "exchange_codec='topk8' is not allowed" in capsys.readouterr().err
