@@ -18,7 +18,7 @@ from ._bfloat16 import check_bfloat16
 from ._suggest import did_you_mean
 from .methods import DEFAULT_METHOD, METHODS, WARM_UP_METHOD, Method, make_method
 from .methods.base import at_least
-from .protocol.packing import EXCHANGE_DTYPES
+from .protocol.codecs import COMPACT, KINDS, for_all_kinds, resolve_codecs
 
 logger = logging.getLogger(__name__)
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -27,7 +27,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "head": ("full", "lora", "frozen"),
     "on_client_failure": ("raise", "skip"),
     "aggregation": ("mean", "trimmed_mean", "median", "krum"),
-    "exchange_dtype": EXCHANGE_DTYPES,
     "train_sampling_strategy": ("random", "group_by_length"),
     "optim": tuple(name.value for name in OptimizerNames),
     "lr_scheduler_type": tuple(name.value for name in SchedulerType),
@@ -64,7 +63,7 @@ class SplitFedConfig(TrainingArguments):
     never a pickle. The strategies that upload checkpoints are refused, as these hold pickles.
     """
 
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "method_kwargs"]
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "method_kwargs", "exchange_codec"]
 
     # --- Method ---
     method: str = field(default=DEFAULT_METHOD, metadata={"help": "Training method; `METHODS` lists them."})
@@ -118,8 +117,15 @@ class SplitFedConfig(TrainingArguments):
     exchange_dtype: str = field(
         default="float32",
         metadata={
-            "help": "Smashed data, gradients and curvature are sent and kept as float32 (as computed), bfloat16, "
-            "float16 or int8."
+            "help": "Codec of smashed data, gradients and curvature, as they are sent and kept: "
+            f"{', '.join(for_all_kinds())}. float32 is as computed."
+        },
+    )
+    exchange_codec: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": f'Codecs by kind ({", ".join(KINDS)}), e.g. {{"gradients": "topk8"}}; other kinds have '
+            f"exchange_dtype. Or one name for all: {COMPACT} is what we recommend for few bytes."
         },
     )
     exchange_memory_limit: int | str | None = field(  # in the order that HfArgumentParser understands
@@ -259,6 +265,7 @@ class SplitFedConfig(TrainingArguments):
                 self.partition_column,
             )
         self.exchange_memory_limit = read_size("exchange_memory_limit", self.exchange_memory_limit)
+        resolve_codecs(self.exchange_dtype, self.exchange_codec)
         self._refuse_unsupported()
         if self.max_steps > 0 and self.max_steps != self.num_rounds:
             raise ValueError(
@@ -324,6 +331,11 @@ class SplitFedConfig(TrainingArguments):
                 "dropout='off' runs the model in eval mode, where gradient checkpointing is inactive. Use "
                 "dropout='synced', or set the model's dropout probabilities to 0."
             )
+
+    @property
+    def exchange_codecs(self) -> dict[str, str]:
+        """The name of the codec of each kind of tensor that crosses the cut."""
+        return resolve_codecs(self.exchange_dtype, self.exchange_codec)
 
     def make_method(self) -> Method:
         """Return the method of the run, with its options checked."""

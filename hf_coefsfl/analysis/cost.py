@@ -22,8 +22,9 @@ from ..methods import Method
 from ..methods.parts.costs import RoundKind, StoredWork, Workload
 from ..methods.parts.math_attention import differentiable_attention
 from ..protocol.client_side import ClientSide
+from ..protocol.codecs import resolve_codecs
 from ..protocol.context import RoundContext
-from ..protocol.packing import EXCHANGE_DTYPES, Store
+from ..protocol.packing import Store
 from ..protocol.seeds import preserved_random_state
 from ..split import SplitModel, find_blocks, split_model
 from ..split.blocks import members
@@ -154,13 +155,10 @@ class CostModel:
         head: str | None = None,
         sequence_length: int | None = None,
         exchange_dtype: str = "float32",
+        exchange_codec: str | Mapping[str, str] | None = None,
         gradient_checkpointing: bool = False,
     ):
-        if exchange_dtype not in EXCHANGE_DTYPES:
-            raise ValueError(
-                f"exchange_dtype={exchange_dtype!r} is not allowed. Choose one of: {', '.join(EXCHANGE_DTYPES)}."
-            )
-        self.exchange_dtype = exchange_dtype
+        self.codecs = resolve_codecs(exchange_dtype, exchange_codec)
         self.samples = Samples(model, sequence_length)
         self._weightless = is_weightless(model)
         with self.shapes():
@@ -276,7 +274,7 @@ class CostModel:
 
     def round_context(self, local_epochs: int = 1, round_index: int = 0) -> RoundContext:
         """Return the context of a measured round."""
-        store = Store(self.exchange_dtype)
+        store = Store(self.codecs)
         return RoundContext(seed=0, round_index=round_index, client=0, local_epochs=local_epochs, store=store)
 
     def measure(

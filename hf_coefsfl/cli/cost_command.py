@@ -20,7 +20,7 @@ from ..analysis.storage import DTYPES, computed_in, stored_as
 from ..analysis.tables import format_table
 from ..analysis.timing import Devices, Network
 from ..methods import DEFAULT_METHOD, METHODS, Method, make_method, ordered_methods
-from ..protocol.packing import EXCHANGE_DTYPES
+from ..protocol.codecs import COMPACT, for_all_kinds
 from .units import parse_bandwidth, parse_latency, parse_speed
 
 EPILOG = f"""\
@@ -70,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"names, with options as in {DEFAULT_METHOD}:server_passes=1 (default: all that can train the model)",
     )
     add("--method-kwargs", metavar="JSON", help=f"options by method, e.g. {_EXAMPLE}")
-    add("--exchange-dtype", choices=EXCHANGE_DTYPES, default="float32", help="of what crosses (default: %(default)s)")
+    add("--exchange-dtype", choices=for_all_kinds(), default="float32", help="of what crosses (default: %(default)s)")
+    add("--exchange-codec", metavar="TEXT", help=f"as for training: codecs by kind as JSON, or {COMPACT}")
     add("--dtype", nargs="+", choices=DTYPES, default=["float32"], help="of the base weights (default: float32)")
     add("--gradient-checkpointing", "--gradient_checkpointing", action="store_true", help="as for training")
     add("--rounds", type=int, help="of a run: adds its memory and its files")
@@ -130,6 +131,7 @@ def _costs(
         head=arguments.head,
         sequence_length=arguments.sequence_length,
         exchange_dtype=arguments.exchange_dtype,
+        exchange_codec=arguments.exchange_codec,
         gradient_checkpointing=arguments.gradient_checkpointing,
     )
     cuts = _cuts(arguments.cut, default_cut(arguments.model), model)

@@ -20,6 +20,7 @@ from ..config import SplitFedConfig
 from ..federation.sampling import num_sampled
 from ..methods import WARM_UP_METHOD, make_method
 from ..methods.parts.math_attention import differentiable_attention
+from ..protocol.codecs import resolve_codecs
 from ..tasks import TASKS, digits
 from ..tasks.loading import load_splits
 from ..tasks.options import DEFAULTS
@@ -109,12 +110,13 @@ class Budget:
         auto = TASKS[cell.spec.task].kind.auto_model
         task = next(name for name, known in backbones.TASKS.items() if known is auto)
         length = options.get("max_length")
-        key = name, task, data.num_labels, length, options["exchange_dtype"]
+        codecs = resolve_codecs(options["exchange_dtype"], options["exchange_codec"])
+        key = name, task, data.num_labels, length, *codecs.items()
         if key not in self._models:
             labels = None if task in ("causal-lm", "question-answering") else data.num_labels
             model = backbones.build_model(name, labels, task)
             self._models = {
-                key: CostModel(model, sequence_length=length, exchange_dtype=options["exchange_dtype"])
+                key: CostModel(model, sequence_length=length, exchange_codec=codecs)
             }  # of settings that follow each other; many large ones would not fit
         return key, self._models[key]
 

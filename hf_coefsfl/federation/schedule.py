@@ -32,7 +32,7 @@ def make_store(args: SplitFedConfig, ignored_padding: tuple[bool, bool]) -> Stor
     """Return where a client's round keeps its exchange; padding (before, after) the tokens may be left out."""
     limit = args.exchange_memory_limit
     assert not isinstance(limit, str)
-    return Store(args.exchange_dtype, limit, args.output_dir, *ignored_padding)
+    return Store(args.exchange_codecs, limit, args.output_dir, *ignored_padding)
 
 
 def make_context(

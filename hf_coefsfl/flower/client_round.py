@@ -61,7 +61,7 @@ class ClientRound:
             raise TransferError(f"the learning rate is {learning_rate!r}")
         self.method: Method = node.methods.of_round(self.round_index)
         self.store = Store(
-            node.config.exchange_dtype,
+            node.config.exchange_codecs,
             integer(header, "memory_limit"),
             folder,
             leading=bool(header.get("leading")),
@@ -145,7 +145,7 @@ class ClientRound:
             raise TransferError(f"an update came for batches {batches}, which were not uploaded since the last one")
         self.is_unanswered = False
         messages = None
-        uploaded = self._read_own(_UPLOAD)
+        uploaded = self._read_own(_UPLOAD, self.uploaded)
         if payload is not None:
             sent = self.uploaded if self.uploaded is not None else range(len(uploaded))
             place_of = {batch: place for place, batch in enumerate(sent)}
@@ -154,7 +154,7 @@ class ClientRound:
             def kept(place: int, message: Message) -> Places | None:
                 return uploaded.places(place_of[walked[place]])
 
-            messages = read_exchange(payload, Message, self.store, kept, self.side.context.device)
+            messages = read_exchange(payload, Message, self.store, kept, self.side.context.device, batches=batches)
             self._check_feedback(messages, uploaded, [place_of[b] for b in walked])
         if batches is not None:  # the pass whose graph the update needs was another process's
             observed = {name: list(values) for name, values in self.side.observed.values.items()}
@@ -224,10 +224,11 @@ class ClientRound:
         observed = {name: torch.stack(values) for name, values in self.side.observed.values.items()}
         return {"adapters": dict(self.node.parameters), "kept": self.side.kept, "observed": observed}
 
-    def _read_own(self, name: str) -> Exchange[Any]:
-        """Return what this client has uploaded."""
+    def _read_own(self, name: str, batches: list[int] | None = None) -> Exchange[Any]:
+        """Return what this client has uploaded, of some batches or of all (None)."""
 
         def kept(place: int, message: SmashedData) -> Places | None:
             return self.store.places(kept_positions(message, self.node.loss_spec))
 
-        return read_exchange(self.folder / name, SmashedData, self.store, kept, self.side.context.device)
+        device = self.side.context.device
+        return read_exchange(self.folder / name, SmashedData, self.store, kept, device, batches=batches)

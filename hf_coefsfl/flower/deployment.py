@@ -117,7 +117,7 @@ class Deployment(ServerRounds):
         assert not isinstance(limit, str)
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         limit = self.chunk_size if limit is None else limit
-        return Store(self.args.exchange_dtype, limit, self.folder, *self.ignored_padding)
+        return Store(self.args.exchange_codecs, limit, self.folder, *self.ignored_padding)
 
     def run_round(self, round_index: int, learning_rate: float, progress: bool = False) -> dict[int, ClientReport]:
         """Train the sampled clients from the global weights, average, and return their reports in client order."""

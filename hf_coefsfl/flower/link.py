@@ -97,7 +97,7 @@ class _SharedTurns(Exchange[SmashedData]):
     """An upload. Whoever reads the next batch of it shares the server half with others first."""
 
     def __init__(self, sent: Exchange[SmashedData], share: Callable[[], None]):
-        super().__init__(sent.store, sent.lasting)
+        super().__init__(sent.store, sent.batches)
         self.packed, self._share = sent.packed, share
 
     @overload
@@ -183,8 +183,9 @@ class FlowerLink(ClientLink):
                 self.channel.deadline.left()
                 return self.context.store.places(kept_positions(self.check.sound(message), self.check.loss_spec))
 
+            store, device = self.context.store, self.context.device
             sent: Exchange[SmashedData] = read_exchange(
-                path, SmashedData, self.context.store, kept, self.context.device, batches, self.check.most_beside()
+                path, SmashedData, store, kept, device, batches, self.check.most_beside(), asked
             )
             path.unlink()  # an open file stays
             assert self._num_batches is not None  # a step tells it

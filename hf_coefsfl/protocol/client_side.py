@@ -68,7 +68,7 @@ class ClientSide(Side):
                 raise RuntimeError("An upload must have one message for each batch, in order, of what `smash` gave.")
             return self._kept[numbers[index]][1]
 
-        return Exchange.of(messages, self.context.store, places, lasting=batches is None)
+        return Exchange.of(messages, self.context.store, places, batches)
 
     def smash(self, batch: int) -> SmashedData:
         """Run the client half on a batch, keep its graph for `descend`, and return what is sent."""

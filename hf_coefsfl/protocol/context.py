@@ -30,6 +30,10 @@ class RoundContext:
     noise: float = 0.0  # standard deviation of what the client adds to its smashed data
     noise_secret: bytes | None = None  # of a client, for noise that lasts; None: drawn from the run's seed
 
+    def __post_init__(self) -> None:
+        """Tell the store where its seeds begin, so that both sides have the same."""
+        self.store.location = (self.seed, self.round_index, self.client)
+
     def derive_seed(self, stream: str, batch: int) -> int:
         """Return the seed of a random stream at one batch of this round and client."""
         return derive_seed(self.seed, stream, self.round_index, self.client, batch)

@@ -79,7 +79,7 @@ class ClientLink:
     def _pack(self, messages: Iterable[Message], batches: Sequence[int] | None) -> Exchange[Message]:
         numbers = range(self.num_batches) if batches is None else batches
         store = self.context.store
-        return Exchange.of(messages, store, lambda i, _: self._places.get(numbers[i]), lasting=batches is None)
+        return Exchange.of(messages, store, lambda i, _: self._places.get(numbers[i]), batches)
 
     def fetch(self, batches: Sequence[int] | None) -> Exchange[SmashedData]:
         """Return the client's upload."""

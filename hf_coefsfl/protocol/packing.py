@@ -1,53 +1,60 @@
-"""What crosses the cut as it is sent and kept: without padding, in a chosen dtype, in memory or in a mapped file."""
+"""What crosses the cut as it is sent and kept: without padding, by a codec, in memory or in a mapped file."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
 
+from .codecs import CODECS, KINDS, Codec
 from .devices import to_device
 from .messages import Message
+from .seeds import derive_seed
 
 M = TypeVar("M", bound=Message)
 Kept = Callable[[int, M], "Places | None"]  # of message i: the token positions that are sent; None: all
-EXCHANGE_DTYPES = ("float32", "bfloat16", "float16", "int8")
-_HEADINGS = ("smashed_data", "gradients", "curvature")  # of what is packed; the rest is small and goes as it is
 _ALIGNMENT = 64  # bytes, of the memory that PyTorch allocates
-_LARGEST = 2.0**15  # to which float16 values are scaled
 
 
 class Store:
     """Where the exchange of one client's round is kept, and in which form.
 
     Args:
-        dtype: "float32" keeps values as they were computed. "bfloat16" rounds them; "float16" does after a scaling
-            by a power of two for each tensor, without which gradients would vanish; "int8" scales each token
-            (each vector of the last dimension) by its largest entry.
+        codecs: the name of the codec of all kinds of tensors, or names by kind.
         memory_limit: bytes up to which values stay in memory; None: all do.
         folder: where the file for the others goes. It has no name, so that it is gone as soon as the process is.
         leading: whether positions before the first that is kept are left out.
         trailing: the same for those after the last.
+
+    The seeds of codecs are those of its place: the run's seed, the round and the client. `RoundContext` sets it.
     """
 
     def __init__(
         self,
-        dtype: str = "float32",
+        codecs: str | Mapping[str, str] = "float32",
         memory_limit: int | None = None,
         folder: str | os.PathLike[str] | None = None,
         leading: bool = False,
         trailing: bool = False,
     ):
-        self.dtype, self.memory_limit, self.folder = dtype, memory_limit, folder
+        names = dict.fromkeys(KINDS, codecs) if isinstance(codecs, str) else codecs
+        self.codecs = {kind: CODECS[name] for kind, name in names.items()}
+        self.memory_limit, self.folder = memory_limit, folder
         self.leading, self.trailing = leading, trailing
+        self.location = (0, 0, 0)
         self.in_memory, self.on_disk = 0, 0  # bytes
         self._file: IO[bytes] | None = None
+
+    def seed(self, kind: str, batch: int) -> int:
+        """Return the seed with which tensors of a batch are encoded."""
+        seed, round_index, client = self.location
+        return derive_seed(seed, "codecs", round_index, client, batch, KINDS.index(kind))
 
     def places(self, kept: Tensor | None, device: torch.device | None = None) -> Places | None:
         """Return which positions (b, T) are kept here of those that hold something, on a device; None: all."""
@@ -112,22 +119,27 @@ class Places:
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A tensor as it is sent: some positions left out, in another dtype, times a scale."""
+    """A tensor as it is sent: some positions left out, by a codec."""
 
+    codec: Codec
+    seed: int
     values: Tensor | Mapped
     scale: Tensor | None
     places: Places | None  # where positions were left out
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are sent."""
+        return self.codec.nbytes(sent_shape(self.shape, self.places), self.dtype)
 
     def unpack(self) -> Tensor:
         """Return the whole tensor, with zeros where positions were left out."""
         values = self.values if isinstance(self.values, Tensor) else self.values.read().to(self.device)
-        if self.scale is not None:
-            values = values.to(self.scale.dtype) * self.scale
-        values = values.to(self.dtype)
+        shape = sent_shape(self.shape, self.places)
+        values = self.codec.decode(values, self.scale, shape, self.seed).to(self.dtype)
         if self.places is None:
             return values.view(self.shape)
         samples, tokens = self.places.kept.shape
@@ -170,40 +182,54 @@ class Exchange(Sequence[M]):
 
     Args:
         store: in whose form they are packed.
-        lasting: whether they stay for the round. Those of a single batch, which go at once, stay out of the store.
+        batches: of which there is a message each; None: all of the round. Those of single batches, which go at once,
+            stay out of the store.
     """
 
-    def __init__(self, store: Store, lasting: bool = True):
-        self.store, self.lasting = store, lasting
+    def __init__(self, store: Store, batches: Sequence[int] | None = None):
+        self.store, self.batches = store, batches
         self.packed: list[Packed[M]] = []
         self._read: tuple[int, M] | None = None  # the last one: it is often asked for twice
 
     @classmethod
     def of(
-        cls, messages: Iterable[M], store: Store, kept: Kept[M] = lambda i, message: None, lasting: bool = True
+        cls,
+        messages: Iterable[M],
+        store: Store,
+        kept: Kept[M] = lambda i, message: None,
+        batches: Sequence[int] | None = None,
     ) -> Exchange[M]:
         """Pack messages as they come; those that are an exchange are packed already."""
         if isinstance(messages, Exchange):
             return messages
-        packed = cls(store, lasting)
+        packed = cls(store, batches)
         for i, message in enumerate(messages):
             packed.append(message, kept(i, message))
         return packed
 
     def append(self, message: M, places: Places | None = None) -> None:
         """Pack a message; `places` says which token positions are sent."""
-        packed = {name: self._pack(t, places) for name, t in message.tensors().items() if _is_packed(message, name, t)}
+        batch = self.batch(len(self.packed))
+        packed = {
+            name: self._pack(t, message.kinds[name], batch, places)
+            for name, t in message.tensors().items()
+            if _is_packed(message, name, t)
+        }
         empty: dict[str, Any] = dict.fromkeys(packed)
         self.packed.append(Packed(replace(message, **empty), packed, places))
 
-    def _pack(self, t: Tensor, places: Places | None) -> PackedTensor:
+    def _pack(self, t: Tensor, kind: str, batch: int, places: Places | None) -> PackedTensor:
         if places is not None and (t.shape[0], t.shape[-2]) != places.kept.shape:
             places = None  # not a tensor over token positions
         values = t if places is None else t.movedim(-2, 1).flatten(0, 1).index_select(0, places.index)
-        values, scale = _convert(values, self.store.dtype)
-        nbytes = sum(x.numel() * x.element_size() for x in (values, scale) if x is not None)
-        placed = self.store.place(values) if self.lasting else values
-        return PackedTensor(placed, scale, places, t.shape, t.dtype, t.device, nbytes)
+        codec, seed = self.store.codecs[kind], self.store.seed(kind, batch)
+        values, scale = codec.encode(values, seed)
+        placed = self.store.place(values) if self.batches is None else values
+        return PackedTensor(codec, seed, placed, scale, places, t.shape, t.dtype, t.device)
+
+    def batch(self, index: int) -> int:
+        """Return the number of the batch that a message belongs to."""
+        return index if self.batches is None else self.batches[index]
 
     def __len__(self) -> int:
         """Return the number of messages."""
@@ -216,7 +242,7 @@ class Exchange(Sequence[M]):
     def __getitem__(self, index: int | slice) -> M | Exchange[M]:
         """Unpack a message, or choose some of them without unpacking."""
         if isinstance(index, slice):
-            chosen: Exchange[M] = Exchange(self.store, self.lasting)
+            chosen: Exchange[M] = Exchange(self.store, self.batches)
             chosen.packed = self.packed[index]
             return chosen
         if self._read is None or self._read[0] != index:
@@ -245,31 +271,10 @@ class Exchange(Sequence[M]):
         return sizes
 
 
+def sent_shape(shape: torch.Size, places: Places | None) -> torch.Size:
+    """Return the shape of a tensor without the positions that are left out: (positions, ..., features)."""
+    return shape if places is None else torch.Size([len(places.index), *shape[1:-2], shape[-1]])
+
+
 def _is_packed(message: Message, name: str, t: Tensor) -> bool:
-    return message.kinds.get(name) in _HEADINGS and t.is_floating_point() and t.dim() > 1
-
-
-def _convert(values: Tensor, dtype: str) -> tuple[Tensor, Tensor | None]:
-    """Return values in a dtype, and what to multiply them with afterwards. NaN and infinity stay what they are."""
-    if dtype == "float32" or (dtype != "int8" and values.element_size() <= 2):
-        return values, None
-    if dtype == "bfloat16":
-        return values.to(torch.bfloat16), None
-    if not values.numel():
-        return values.to(getattr(torch, dtype)), None
-    if dtype == "float16":
-        scale = _power_above(values.abs().amax()) / _LARGEST  # a power of two changes no bit of the mantissas
-        return (values / scale).to(torch.float16), scale
-    largest = values.abs().amax(-1, keepdim=True).float()
-    scale = torch.where(largest == 0, torch.ones_like(largest), largest / 127)
-    return (values / scale).round().to(torch.int8), scale
-
-
-def _power_above(largest: Tensor) -> Tensor:
-    """Return the power of two above a number, at least 2**-100; 1 for 0, NaN and infinity.
-
-    It is made of the bits of the exponent: MPS has neither `frexp` nor exact powers.
-    """
-    kind, exponent = (torch.int64, 0x7FF0 << 48) if largest.dtype == torch.float64 else (torch.int32, 0x7F80 << 16)
-    power = 2 * (largest.view(kind) & exponent).view(largest.dtype)
-    return torch.where(largest.isfinite() & (largest != 0), power.float().clamp(min=2.0**-100), 1.0)
+    return message.kinds.get(name) in KINDS and t.is_floating_point() and t.dim() > 1

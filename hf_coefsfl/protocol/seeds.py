@@ -23,6 +23,7 @@ _STREAMS = (
     "dropped",
     "replacements",
     "noise",
+    "codecs",
 )
 
 

@@ -7,8 +7,7 @@ holds is allocated: whatever does not fit its declaration is refused with a Valu
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import IO, Any
@@ -18,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .messages import M, Message
-from .packing import Exchange, Kept, Mapped, Packed, PackedTensor, Places, Store
+from .packing import Exchange, Kept, Mapped, Packed, PackedTensor, Places, Store, sent_shape
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -46,7 +45,7 @@ def write_exchange(exchange: Exchange[Any], path: Path) -> None:
     """Write an exchange of messages of one kind."""
     (kind,) = set(exchange.types())
     declared = [{"plain": _plain(packed.rest), "packed": _declared(packed)} for packed in exchange.packed]
-    header: dict[str, Any] = {"__metadata__": {"kind": kind.__name__, "messages": json.dumps(declared)}}
+    header: dict[str, Any] = {"__metadata__": {"kind": kind.__name__, "messages": _json(declared)}}
     end = 0
     for name, values in _named(exchange):
         size = values.size if isinstance(values, Mapped) else values.numel() * values.element_size()
@@ -56,12 +55,17 @@ def write_exchange(exchange: Exchange[Any], path: Path) -> None:
             "data_offsets": [end, end + size],
         }
         end += size
-    text = json.dumps(header).encode()
+    text = _json(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, values in _named(exchange):
             _write(file, values.read() if isinstance(values, Mapped) else values)
+
+
+def _json(value: Any) -> str:
+    """Return JSON without spaces: of a small batch in few bits, a header is some percent."""
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _write(file: IO[bytes], values: Tensor) -> None:
@@ -96,6 +100,7 @@ def read_exchange(
     device: torch.device = torch.device("cpu"),
     most: int | None = None,
     most_beside: int | None = None,
+    batches: Sequence[int] | None = None,
 ) -> Exchange[M]:
     """Return the exchange in a file; what is large stays there until it is read.
 
@@ -109,6 +114,7 @@ def read_exchange(
         most: messages that the file may hold.
         most_beside: bytes that a message may have beside its packed tensors; None: 64 MiB and four times as many as in
             them.
+        batches: of which there is a message each; None: all of the round.
     """
     with path.open("rb") as start:
         if int.from_bytes(start.read(8), "little") > _MOST_HEADER:
@@ -127,9 +133,10 @@ def read_exchange(
         header = json.loads(file.read(length))
         messages = _by_message(header, len(declared))
         reader = _Reader(file, 8 + length, header, store, device, most_beside)
-        exchange: Exchange[M] = Exchange(store)
+        exchange: Exchange[M] = Exchange(store, batches)
         for index, (plain, names) in enumerate(zip(declared, messages, strict=True)):
-            exchange.packed.append(reader.message(_known(kind, metadata.get("kind")), index, plain, names, kept))
+            known, batch = _known(kind, metadata.get("kind")), exchange.batch(index)
+            exchange.packed.append(reader.message(known, index, batch, plain, names, kept))
     except (LookupError, TypeError, AttributeError, OverflowError, RecursionError, RuntimeError) as error:
         raise ValueError(f"its declaration does not fit: {type(error).__name__}: {error}") from error
     return exchange
@@ -182,7 +189,9 @@ class _Reader:
         values = self.tensor(name)
         return (values if isinstance(values, Tensor) else values.read().clone()).to(self.device)
 
-    def message(self, kind: type[M], index: int, declared: Any, names: list[str], kept: Kept[M]) -> Packed[M]:
+    def message(
+        self, kind: type[M], index: int, batch: int, declared: Any, names: list[str], kept: Kept[M]
+    ) -> Packed[M]:
         values: dict[str, Any] = {
             name: {key: tuple(map(int, shape)) for key, shape in shapes.items()}
             for name, shapes in declared["plain"].items()
@@ -209,39 +218,31 @@ class _Reader:
         rest = kind(**values, **outlines)
         places = kept(index, rest)
         packed = {
-            name: self.packed(f"{index}.{name}", shape, _NAMED[declared["packed"][name]["dtype"]], places)
+            name: self.packed(
+                f"{index}.{name}", kind.kinds[name], batch, shape, _NAMED[declared["packed"][name]["dtype"]], places
+            )
             for name, shape in shapes.items()
         }
         nothing: dict[str, Any] = dict.fromkeys(packed)
         return Packed(replace(rest, **nothing), packed, places)
 
-    def packed(self, name: str, shape: torch.Size, dtype: torch.dtype, places: Places | None) -> PackedTensor:
-        values = self.tensor(name)
-        scale = self.here(name + _SCALE) if name + _SCALE in self.header else None
+    def packed(
+        self, name: str, kind: str, batch: int, shape: torch.Size, dtype: torch.dtype, places: Places | None
+    ) -> PackedTensor:
+        """Return a tensor whose values and scales are what its codec makes of its shape; others are refused."""
         if places is not None and (len(shape) < 3 or (shape[0], shape[-2]) != places.kept.shape):
             places = None
-        expected = shape if places is None else torch.Size([len(places.index), *shape[1:-2], shape[-1]])
-        if values.shape != expected:
-            raise ValueError(f"{name} has shape {tuple(values.shape)} instead of {tuple(expected)}")
-        self._check_form(name, values, scale, dtype)
-        nbytes = sum(math.prod(t.shape) * t.dtype.itemsize for t in (values, scale) if t is not None)
+        if not dtype.is_floating_point or len(shape) < 2:
+            raise ValueError(f"{name} is declared as {dtype} {tuple(shape)}")
+        codec, values = self.store.codecs[kind], self.tensor(name)
+        scale = self.tensor(name + _SCALE) if name + _SCALE in self.header else None
+        for part, expected in zip((values, scale), codec.parts(sent_shape(shape, places), dtype), strict=True):
+            found = None if part is None else (part.dtype, tuple(part.shape))
+            wanted = None if expected is None else (expected.dtype, tuple(expected.shape))
+            if found != wanted:
+                what = f"{name} comes with a scale of" if part is scale or expected is None else f"{name} is"
+                raise ValueError(f"{what} {found} instead of {wanted}")
+        here = None if scale is None else self.here(name + _SCALE)
         if isinstance(values, Tensor):
             values = values.to(self.device)
-        return PackedTensor(values, scale, places, shape, dtype, self.device, nbytes)
-
-    def _check_form(self, name: str, values: Tensor | Mapped, scale: Tensor | None, dtype: torch.dtype) -> None:
-        """Refuse a dtype or a scale other than the store's."""
-        wanted = self.store.dtype
-        if not dtype.is_floating_point:
-            raise ValueError(f"{name} is declared as {dtype}")
-        plain = wanted == "float32" or (wanted != "int8" and dtype.itemsize <= 2)
-        if values.dtype != (dtype if plain else getattr(torch, wanted)):
-            raise ValueError(f"{name} is {values.dtype}, declared as {dtype}, in an exchange of {wanted}")
-        shapes = {"int8": [torch.Size([*values.shape[:-1], 1])], "float16": [torch.Size([])]}
-        allowed: list[Any] = [None] if plain else shapes.get(wanted, [None])
-        if not math.prod(values.shape):
-            allowed = [None]
-        if scale is not None and scale.dtype != torch.float32:
-            raise ValueError(f"{name} comes with a scale of {scale.dtype}")
-        if (None if scale is None else scale.shape) not in allowed:
-            raise ValueError(f"{name} comes with a scale of shape {None if scale is None else tuple(scale.shape)}")
+        return PackedTensor(codec, self.store.seed(kind, batch), values, here, places, shape, dtype, self.device)

@@ -19,6 +19,7 @@ from ..analysis.plots import accuracy_curve
 from ..config import SplitFedConfig
 from ..federation.data_checks import DataError
 from ..methods import DEFAULT_METHOD
+from ..protocol.codecs import shown
 from ..split.blocks import find_blocks, members
 from ..split.lora import default_lora
 from ..trainer.checkpoints import fault
@@ -220,7 +221,7 @@ def summarize(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str
         "local_epochs": args.local_epochs,
         "batch_size": args.per_device_train_batch_size,
         "learning_rate": args.learning_rate,
-        "exchange_dtype": args.exchange_dtype,
+        "exchange_dtype": shown(args.exchange_codecs),
         "seed": args.seed,
         "scores": job.scores(metrics, evaluated),
         "higher_is_better": job.higher_is_better,  # of the first score

@@ -27,6 +27,7 @@ from .._io import to_json, write_atomically
 from ..config import SplitFedConfig
 from ..federation.simulation import Simulation
 from ..methods import WARM_UP_METHOD
+from ..protocol.codecs import shown
 from ..split.placeholders import unwrapped
 from .fingerprints import of_datasets, of_weights, repeatable
 from .model_card import public_name
@@ -56,7 +57,8 @@ _BEFORE = {"aggregation": "mean", "client_bound": 0.0, "hostile_clients": 1, "ma
 # Recorded by what they lead to, or not part of the run.
 _RESOLVED = (
     "method", "method_kwargs", "warmup_rounds", "cut", "blocks", "head", "num_clients", "num_rounds", "partition",
-    "partition_column", "dirichlet_alpha", "min_client_samples", "overwrite_output_dir",
+    "partition_column", "dirichlet_alpha", "min_client_samples", "overwrite_output_dir", "exchange_dtype",
+    "exchange_codec",
 )  # fmt: skip
 _BEST = ("metric_for_best_model", "greater_is_better", "eval_strategy", "eval_steps", "eval_delay", "save_steps")
 # Entries of a model's config that are names, or that a library sets while it trains or saves.
@@ -76,6 +78,7 @@ def identity_of(trainer: SplitFedTrainer) -> Record:
     names = sorted(federation - {*_TOLD, *_RESOLVED})
     decides = _method(args) | {name: getattr(args, name) for name in (*names, *_DECIDING)}
     decides |= {
+        "exchange_dtype": shown(args.exchange_codecs),
         "data_seed": args.seed if args.data_seed is None else args.data_seed,
         "cut": trainer.split.cut,
         "blocks": trainer.split.blocks,

@@ -25,6 +25,7 @@ from ..analysis.plots import accuracy_curve, can_plot, plot_runs
 from ..analysis.tables import MIB, format_table
 from ..federation.sampling import num_sampled
 from ..methods import METHODS, WARM_UP_METHOD
+from ..protocol.codecs import shown
 from .results import Results, evaluated_rounds, final_results, main_metric
 from .weights import Weights
 
@@ -251,7 +252,7 @@ class _Run:
             "batch size": str(args.per_device_train_batch_size),
             "learning rate": f"{args.learning_rate:g}, {schedule}, by {optimizer}",
             "dropout": args.dropout,
-            "exchange": args.exchange_dtype,
+            "exchange": shown(args.exchange_codecs),
             "seed": f"{args.seed}" + ("" if args.data_seed is None else f", and {args.data_seed} for the data"),
         }
         if args.keep_server_optimizer:

@@ -296,5 +296,9 @@ def test_narrow_dtypes_are_metered_and_kept(tiny: CostModel) -> None:
     assert half.up["extras"] == full.up["extras"]
     (scaled,) = cost_methods(CostModel(tiny_vit(), exchange_dtype="int8"), ["reuse"], 2, plan)
     assert scaled.up["smashed_data"] == 11 * (5 * 16 + 5 * 4)  # a byte a value, and a float32 scale for each token
-    with pytest.raises(ValueError, match=r"exchange_dtype='int4' is not allowed\. Choose one of: float32"):
-        CostModel(tiny_vit(), exchange_dtype="int4")
+    mixed = CostModel(tiny_vit(), exchange_dtype="int8", exchange_codec={"smashed_data": "int4", "gradients": "int3"})
+    (cost,) = cost_methods(mixed, ["coef_j"], 2, plan)  # with a bfloat16 scale for each token
+    assert cost.up["smashed_data"] == 11 * 5 * (8 + 2)
+    assert (cost.down["gradients"], cost.down["curvature"]) == (11 * 5 * (6 + 2), 11 * 5 * (16 + 4))
+    with pytest.raises(ValueError, match=r"exchange_dtype='int5' is not allowed\..* Choose one of: float32"):
+        CostModel(tiny_vit(), exchange_dtype="int5")

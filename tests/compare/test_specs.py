@@ -204,6 +204,16 @@ def test_the_small_recipes_are_allowed(path: Path) -> None:
     assert total(expand(load_spec(path))) > 0
 
 
+def test_codecs_are_compared_with_the_studys_runs() -> None:
+    """The rows without a codec are runs of the study, so that they are not trained again."""
+    study, codecs = (
+        [cell for cell in expand(load_spec(name)) if cell.spec.task != "digits"] for name in ("study", "codecs")
+    )
+    known = {run.id for cell in study for run in cell.runs.values()}
+    float32 = [run.id in known for cell in codecs for run in cell.runs.values()]
+    assert sum(float32) == len(float32) / 4 == 3 * 2 * 4 * 3
+
+
 def test_the_spec_of_the_page() -> None:
     (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/comparing.md").read_text(), flags=re.DOTALL)
     assert total(expand(parse_spec(yaml.safe_load(block), "page"))) == 2 * 2 * 3 * (3 + 2)

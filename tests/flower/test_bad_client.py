@@ -157,7 +157,7 @@ def test_deadlines_hold_between_batches_and_for_those_who_wait() -> None:
     take(3, Deadline(LONG))  # whoever failed has left the turn to others
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int8"])
+@pytest.mark.parametrize("dtype", ["float16", "int8", "int4", "int3_stochastic", "topk8"])
 def test_a_finite_scale_of_finite_values_that_overflow(dtype: str, tmp_path: Path) -> None:
     store, labels = Store(dtype), {"labels": torch.zeros(2, dtype=torch.int64)}
     smashed = SmashedData(torch.ones(2, 3, 4), labels=labels)

@@ -12,6 +12,7 @@ from hf_coefsfl.flower.wire import chunk_of, header_of
 from hf_coefsfl.protocol.server_side import ServerSide
 from tests.support.deployed import LONG, Site
 from tests.support.federated import FEWER_PASSES, rounds, same, weights
+from tests.support.packed import MIXED
 from tests.support.selection import slow_except
 
 
@@ -45,11 +46,18 @@ def check(site: Site, options: dict[str, Any], method: str) -> None:
     assert rounds(simulated) == rounds(deployed)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_small_chunks_and_other_dtypes(site: Site, dtype: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exchange_dtype": "int8", "num_rounds": 1},
+        {"exchange_codec": json.dumps(MIXED), "method": "coef_j", "warmup_rounds": 1},  # single batches, then a round
+    ],
+    ids=["int8", "mixed"],
+)
+def test_small_chunks_and_other_dtypes(site: Site, options: dict[str, Any]) -> None:
     """Payloads that take many messages arrive whole; the client computes with what the server has seen."""
-    simulated = site.simulated(exchange_dtype=dtype, num_rounds=1)
-    deployed, grid = site.deployed(exchange_dtype=dtype, num_rounds=1, chunk_size=1000)
+    simulated = site.simulated(**options)
+    deployed, grid = site.deployed(chunk_size=1000, **options)
     assert same(weights(simulated), weights(deployed)) and simulated.ledger.entries == deployed.ledger.entries
     kinds = [message.metadata.message_type for message in grid.sent]
     assert kinds.count("query.fetch") > 4 and kinds.count("query.deliver") > 4

@@ -26,11 +26,12 @@ from hf_coefsfl.flower.roster import Roster
 from hf_coefsfl.flower.transport import Courier
 from hf_coefsfl.flower.wire import PROTOCOL
 from hf_coefsfl.methods import make_method
-from hf_coefsfl.protocol.packing import EXCHANGE_DTYPES
+from hf_coefsfl.protocol.codecs import for_all_kinds
 from tests.support.federated import config
 from tests.support.forged import with_bodies
 from tests.support.fuzzing import CLIENTS, ReplayingGrid, Target, Task
 from tests.support.mutations import MUTATIONS, STRANGE
+from tests.support.packed import MIXED
 
 SEED = 13
 TASKS = {"text": "bert", "image": "vit", "question answering": "electra-qa", "language model": "gpt2-lm"}
@@ -119,8 +120,9 @@ def targets(task: Task, folder: Path) -> Iterator[Target]:
     for number, method in enumerate(sorted(name for name in METHODS if METHODS[name].deployable)):
         with suppress(ValueError):
             make_method(method).check_loss(task.loss_spec)
-            dtype = EXCHANGE_DTYPES[(number + list(TASKS.values()).index(task.name)) % len(EXCHANGE_DTYPES)]
-            yield Target(task, method, dtype, folder / ".exchange", args, Accelerator(cpu=True))
+            codecs: list[Any] = [*for_all_kinds(), MIXED]
+            chosen = codecs[(number + list(TASKS.values()).index(task.name)) % len(codecs)]
+            yield Target(task, method, chosen, folder / ".exchange", args, Accelerator(cpu=True))
 
 
 def peak() -> int:
@@ -147,7 +149,7 @@ def test_answers(task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             assert time.monotonic() - start < SECONDS
             assert target.on_disk() <= DISK
         except BaseException as error:
-            error.add_note(f"seed {seed!r}, {target.dtype}")
+            error.add_note(f"seed {seed!r}, {target.codecs}")
             raise
         tally[outcome.partition(":")[0]] += 1
     grown = peak() - before

@@ -24,12 +24,13 @@ from hf_coefsfl.protocol.client_side import ClientSide
 from hf_coefsfl.protocol.context import RoundContext
 from hf_coefsfl.protocol.link import LocalLink
 from hf_coefsfl.protocol.meter import Meter
-from hf_coefsfl.protocol.packing import EXCHANGE_DTYPES, Store
+from hf_coefsfl.protocol.packing import Store
 from hf_coefsfl.protocol.server_side import ServerSide
 from hf_coefsfl.split.lora import default_lora, trainable_sides
 from tests.support.documented import documented_method
 from tests.support.faulty import Faulty
 from tests.support.federated import QUICK, images, rounds, same, tiny_vit, trainer, weights
+from tests.support.packed import MIXED
 from tests.support.selection import slow_except
 from tests.support.wire_link import WireLink
 
@@ -209,16 +210,22 @@ def test_messages_survive_the_wire(name: str, plain: Any) -> None:
     assert same(here.weights, wired.weights) and same(here.state, wired.state) and here.meter == wired.meter
 
 
-@pytest.mark.parametrize("dtype", slow_except("int8", of=[dtype for dtype in EXCHANGE_DTYPES if dtype != "float32"]))
+@pytest.mark.parametrize("dtype", slow_except("mixed", of=["bfloat16", "float16", "int8", "mixed"]))
 def test_every_exchange_dtype(name: str, dtype: str, plain: Any) -> None:
-    full, narrow = plain(name), one_client(name, store=Store(dtype))
+    codecs = MIXED if dtype == "mixed" else dtype
+    full, narrow = plain(name), one_client(name, store=Store(codecs))
     assert all(t.isfinite().all() for t in (*narrow.weights.values(), *narrow.state.values()))
     assert not same(full.weights, narrow.weights)
-    # Of two batches with 7 · 5 tokens of 16 features: float16 adds a float32 scale to each, int8 to each token.
-    size = {"bfloat16": 2 * 7 * 5 * 16, "float16": 2 * 7 * 5 * 16 + 2 * 4, "int8": 7 * 5 * (16 + 4)}[dtype]
+    # Of two batches with 7 · 5 tokens of 16 features: float16 adds a scale to each, int8 and int4 to each token.
+    tokens = 7 * 5
+    size = {"bfloat16": tokens * 32, "float16": tokens * 32 + 2 * 4, "int8": tokens * 20, "mixed": tokens * 10}[dtype]
     assert narrow.meter.up["smashed_data"] * (4 * 7 * 5 * 16) == full.meter.up["smashed_data"] * size
     assert narrow.meter.up["extras"] == full.meter.up["extras"] and narrow.meter.transfers == full.meter.transfers
     assert narrow.loss == pytest.approx(full.loss, rel=0.2)
+    if dtype == "mixed":  # both sides draw the same rotations, also if they only have the files
+        wired = one_client(name, WireLink, store=Store(codecs))
+        assert same(narrow.weights, wired.weights) and same(narrow.state, wired.state)
+        assert narrow.meter == wired.meter
 
 
 def test_bfloat16_autocast(name: str, plain: Any) -> None:

@@ -3,14 +3,15 @@
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hf_coefsfl.protocol.messages import Feedback
-from hf_coefsfl.protocol.packing import EXCHANGE_DTYPES, Exchange, Store
+from hf_coefsfl.protocol.packing import Exchange, Store
 from tests.support.federated import same, weights
-from tests.support.packed import packed, texts_run, values
+from tests.support.packed import MIXED, packed, texts_run, values
 
 
 def test_files_beyond_the_limit(tmp_path: Path) -> None:
@@ -32,15 +33,15 @@ def test_files_beyond_the_limit(tmp_path: Path) -> None:
         assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-@pytest.mark.parametrize("dtype", EXCHANGE_DTYPES)
-def test_a_limit_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+@pytest.mark.parametrize("codecs", ["float32", "float16", "int8", MIXED], ids=str)
+def test_a_limit_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codecs: Any) -> None:
     stores: list[Store] = []
     monkeypatch.setattr("hf_coefsfl.federation.schedule.Store", lambda *args: stores.append(Store(*args)) or stores[-1])
-    free = texts_run(tmp_path / "free", exchange_dtype=dtype)
+    free = texts_run(tmp_path / "free", exchange_codec=codecs)
     assert stores and not any(store.on_disk for store in stores)
     stores.clear()
-    limited = texts_run(tmp_path / "limited", exchange_dtype=dtype, exchange_memory_limit="1KB")
-    assert stores and all(store.on_disk and store.in_memory <= 1000 for store in stores)
+    limited = texts_run(tmp_path / "limited", exchange_codec=codecs, exchange_memory_limit=300)
+    assert stores and all(store.on_disk and store.in_memory <= 300 for store in stores)
     assert same(weights(free), weights(limited)) and free.ledger.entries == limited.ledger.entries
     assert not [path for path in (tmp_path / "limited").iterdir() if path.suffix != ".json" and path.name != ".lock"]
 

@@ -16,12 +16,13 @@ from transformers import (
 from hf_coefsfl import METHODS, SplitFedConfig, split_model
 from hf_coefsfl.methods import make_method
 from hf_coefsfl.methods.parts.auxiliary import example_smashed
+from hf_coefsfl.protocol.codecs import CODECS, power_above
 from hf_coefsfl.protocol.link import LocalLink
 from hf_coefsfl.protocol.messages import Feedback, SmashedData
-from hf_coefsfl.protocol.packing import EXCHANGE_DTYPES, Store, _power_above
+from hf_coefsfl.protocol.packing import Store
 from hf_coefsfl.protocol.padding import ignores_padding, kept_positions
 from tests.support.federated import same, texts, tiny_bert, trainer, weights
-from tests.support.packed import packed, texts_run, values
+from tests.support.packed import MIXED, packed, texts_run, values
 from tests.support.selection import slow_except
 from tests.support.toy import CAUSAL, CLASSIFICATION, SPANS, TOKENS, toy_sides
 
@@ -29,7 +30,7 @@ from tests.support.toy import CAUSAL, CLASSIFICATION, SPANS, TOKENS, toy_sides
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-9, 1e6])  # gradients are small, and float16 alone would lose both
-@pytest.mark.parametrize("dtype", EXCHANGE_DTYPES)
+@pytest.mark.parametrize("dtype", CODECS)
 def test_rounding(dtype: str, scale: float) -> None:
     t = values(scale)
     exchange = packed(Store(dtype), Feedback(t))
@@ -41,11 +42,16 @@ def test_rounding(dtype: str, scale: float) -> None:
         assert torch.equal(back, t.bfloat16().float())
     elif dtype == "float16":
         assert ((back - t).abs() <= t.abs() * 2**-11 + scale * 1e-9).all()
-    else:
+    elif dtype == "int8":
         assert ((back - t).abs() <= t.abs().amax(-1, keepdim=True) / 253).all()
-    size = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}[dtype] * t.numel()
-    scales = {"float16": 4, "int8": 4 * 15}.get(dtype, 0)  # one for all, one a token
-    assert exchange.nbytes() == {"gradients": size + scales}
+    else:  # tests/protocol/test_codecs.py has the rest
+        assert 0.01 < (back - t).norm() / t.norm() < (0.9 if dtype == "topk8" else 0.5)
+    # Of 15 tokens with 8 features: float16 has a scale for all, the others for each token; topk8 keeps two of them.
+    size = {
+        "float32": 15 * 32, "bfloat16": 15 * 16, "float16": 15 * 16 + 4, "int8": 15 * (8 + 4), "int4": 15 * (4 + 2),
+        "int3": 15 * (3 + 2), "int2": 15 * (2 + 2), "topk8": 2 * (4 + 4 + 2),
+    }[dtype.removesuffix("_stochastic")]  # fmt: skip
+    assert exchange.nbytes() == {"gradients": size}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -54,11 +60,11 @@ def test_the_scale_of_float16_is_that_of_frexp(dtype: torch.dtype) -> None:
     drawn = torch.randn(500, generator=torch.Generator().manual_seed(0), dtype=dtype).abs()
     for number in [*torch.tensor(special, dtype=dtype), *drawn, *(drawn * 1e-20), 1 - drawn[0] * 1e-12]:
         expected = torch.ldexp(torch.ones(()), torch.frexp(number).exponent.clamp(min=-100))
-        assert torch.equal(_power_above(number), expected), number
+        assert torch.equal(power_above(number), expected), number
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("dtype", EXCHANGE_DTYPES)
+@pytest.mark.parametrize("dtype", CODECS)
 def test_what_is_not_finite_stays_so(dtype: str, bad: float) -> None:
     t = values()
     t[1, 2, 3] = bad
@@ -172,18 +178,22 @@ def test_what_a_classifier_pools_by_is_sent() -> None:
 # ---- Metering ----
 
 
-@pytest.mark.parametrize("dtype", EXCHANGE_DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "mixed"])
 @pytest.mark.parametrize("method", ["vanilla", "coef_j", "acc_sfl"])
 def test_the_ledger_counts_what_is_sent(tmp_path: Path, method: str, dtype: str) -> None:
-    run = trainer(tmp_path, method=method, exchange_dtype=dtype, num_rounds=1, warmup_rounds=0, num_clients=4)
+    codecs: dict[str, Any] = {"exchange_codec": MIXED} if dtype == "mixed" else {"exchange_dtype": dtype}
+    run = trainer(tmp_path, method=method, num_rounds=1, warmup_rounds=0, num_clients=4, **codecs)
     run.train()
     tokens = 36 * 5  # two clients of 18 images, four patches and a class token each
-    per_token = {"float32": 64, "bfloat16": 32, "float16": 32, "int8": 16 + 4}[dtype]
+    per_token = {"float32": 64, "bfloat16": 32, "float16": 32, "int8": 16 + 4, "mixed": 8 + 2}[dtype]
     scales = 4 * 10 if dtype == "float16" else 0  # one a batch
+    sizes = dict.fromkeys(("smashed_data", "gradients", "curvature"), tokens * per_token + scales)
+    if dtype == "mixed":  # 16 features in 6 bytes; and of batches with 20 or 10 tokens 3 or 2 in 4 + 8 bytes
+        sizes |= {"gradients": tokens * (6 + 2), "curvature": 2 * (4 * 3 + 2) * (4 + 8 + 2)}
     total = run.ledger.total
-    assert total.up["smashed_data"] == tokens * per_token + scales
+    assert total.up["smashed_data"] == sizes["smashed_data"]
     down = {"vanilla": {"gradients"}, "coef_j": {"gradients", "curvature"}, "acc_sfl": set()}[method]
-    assert {heading: total.down[heading] for heading in down} == dict.fromkeys(down, tokens * per_token + scales)
+    assert {heading: total.down[heading] for heading in down} == {heading: sizes[heading] for heading in down}
 
 
 def test_both_sides_work_with_what_was_sent() -> None:
@@ -201,7 +211,7 @@ def test_both_sides_work_with_what_was_sent() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("exchange_dtype", "int4"), ("exchange_memory_limit", "lots"), ("exchange_memory_limit", -1)],
+    [("exchange_dtype", "int5"), ("exchange_memory_limit", "lots"), ("exchange_memory_limit", -1)],
 )
 def test_bad_options(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):

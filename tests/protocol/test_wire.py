@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from hf_coefsfl.protocol.codecs import CODECS
 from hf_coefsfl.protocol.messages import Feedback, Message, Parameters, SmashedData
-from hf_coefsfl.protocol.packing import EXCHANGE_DTYPES, Exchange, Places, Store
+from hf_coefsfl.protocol.packing import Exchange, Places, Store
 from hf_coefsfl.protocol.wire import read_exchange, read_message, write_exchange, write_message
+from tests.support.packed import MIXED
 from tests.support.paths import ROOT
 
 
@@ -46,7 +48,7 @@ def read(path: Path, store: Store) -> Exchange[SmashedData]:
     return read_exchange(path, SmashedData, store, lambda _, message: places_of(message, store))
 
 
-@pytest.mark.parametrize("dtype", EXCHANGE_DTYPES)
+@pytest.mark.parametrize("dtype", CODECS)
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("limit", [None, 0])
 def test_a_file_gives_back_what_was_sent(tmp_path: Path, dtype: str, padded: bool, limit: int | None) -> None:
@@ -109,17 +111,52 @@ def test_what_is_forged_is_refused(tmp_path: Path, what: str) -> None:
         read(path, Store())
 
 
-@given(st.integers(0, 2000), st.binary(min_size=1, max_size=8))
-def test_damaged_files_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, place: int, data: bytes) -> None:
+def test_what_no_codec_makes_is_refused(tmp_path: Path) -> None:
+    """Before anything is decoded: other sizes, dtypes or scales. Numbers of tokens that cannot be become NaN."""
+    path = tmp_path / "x"
+
+    def changed(name: str, t: torch.Tensor | None) -> Any:
+        return lambda tensors, *_: tensors.pop(name) if t is None else tensors.update({name: t})
+
+    for codec in ("int4", "int3", "topk8"):
+        message = [SmashedData(torch.rand(2, 5, 4))]
+        write_exchange(packed_all(codec, message), path)
+        honest = load_file(path)
+        values, scales = honest["0.activations"], honest["0.activations:scale"]
+        longer = torch.cat([values, values], -1)
+        for name, forged_part in (
+            ("0.activations", longer), ("0.activations", values.char()), ("0.activations", values[:1]),
+            ("0.activations:scale", None), ("0.activations:scale", scales.float()),
+            ("0.activations:scale", scales.repeat(*[1] * (scales.dim() - 1), 2)),
+        ):  # fmt: skip
+            write_exchange(packed_all(codec, message), path)
+            forged(path, changed(name, None if forged_part is None else forged_part.contiguous()))
+            with pytest.raises(ValueError, match=r"activations (is|comes with a scale of) .* instead of"):
+                read_exchange(path, SmashedData, Store(codec))
+    for token in ([200, 0, 0, 0], [0, 0, 0, 128]):  # beyond the last, and with the highest bit
+        values[0, :4] = torch.tensor(token, dtype=torch.uint8)
+        write_exchange(packed_all("topk8", message), path)
+        forged(path, changed("0.activations", values))
+        assert read_exchange(path, SmashedData, Store("topk8"))[0].activations.isnan().any()
+
+
+def packed_all(codec: str, messages: list[Any]) -> Exchange[Any]:
+    return Exchange.of(messages, Store(codec))
+
+
+@given(st.integers(0, 2000), st.sampled_from(["float32", *MIXED.values()]), st.binary(min_size=1, max_size=8))
+def test_damaged_files_are_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, place: int, codec: str, data: bytes
+) -> None:
     """Bytes written over a file anywhere raise ValueError, if anything: there or when a message is unpacked."""
     path = tmp_path_factory.mktemp("damaged") / "x"
-    write_exchange(packed(Store()), path)
+    write_exchange(packed(Store(codec)), path)
     content = bytearray(path.read_bytes())
     place %= len(content)
     content[place : place + len(data)] = data
     path.write_bytes(content)
     try:
-        for message in read(path, Store()):
+        for message in read(path, Store(codec)):
             assert message.activations.shape[0] == 2
     except ValueError:
         pass

@@ -101,7 +101,7 @@ class Target:
 
     task: Task
     method: str
-    dtype: str
+    codecs: Any
     folder: Path
     args: SplitFedConfig
     accelerator: Accelerator
@@ -112,7 +112,7 @@ class Target:
 
     def __post_init__(self) -> None:
         self.args = copy.copy(self.args)
-        self.args.method, self.args.exchange_dtype = self.method, self.dtype
+        self.args.method, self.args.exchange_codec = self.method, self.codecs
         self.args.client_bound = 5.0
         self.args.method_kwargs, self.args.output_dir = FEWER_PASSES.get(self.method), str(self.folder)
         self.grid = ReplayingGrid()
@@ -230,6 +230,6 @@ class HonestClient:
             found: Places | None = sent.places(places[walked[place]])
             return found
 
-        messages: Any = read_exchange(path, Message, self.side.context.store, kept)
+        messages: Any = read_exchange(path, Message, self.side.context.store, kept, batches=batches)
         path.unlink()
         return messages

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from hf_coefsfl import METHODS, SplitFedTrainer
 from tests.support.federated import QUICK, images, trainer, weights
+from tests.support.packed import MIXED
 
 CLOCK = ("seconds", "runtime", "per_second", "preparation_time")
 EVAL_BATCH = 4
@@ -27,6 +28,7 @@ ROUND, EVALUATION = "round", "evaluation"
 UNEVEN: dict[str, Any] = {"partition": "dirichlet", "dirichlet_alpha": 1.0, "num_clients": 5, "participation": 0.6}
 CASES: dict[str, dict[str, Any]] = {name: {"method": name} for name in sorted(METHODS)} | {
     "walk": {"method": "coef_j", "method_kwargs": {"feedback_at": "walk"}},
+    "codecs": {"exchange_codec": MIXED | {"gradients": "int3_stochastic"}, "warmup_rounds": 1},
     "kept optimizer": {"method": "coef_p", "keep_server_optimizer": True},
     "few clients": {"num_clients": 2, "participation": 1.0},  # a third process has none
     "lost clients": {"client_dropout_rate": 0.4, "on_client_failure": "skip", "seed": 1},

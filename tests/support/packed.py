@@ -8,6 +8,8 @@ import torch
 from hf_coefsfl.protocol.packing import Exchange, Store
 from tests.support.federated import texts, tiny_bert, trainer
 
+MIXED = {"smashed_data": "int4", "gradients": "int3", "curvature": "topk8"}
+
 
 def packed(store: Store, message: Any, kept: torch.Tensor | None = None) -> Exchange[Any]:
     exchange: Exchange[Any] = Exchange(store)

@@ -63,7 +63,21 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "logging_strategy": (("no", "steps"), ("epoch",)),
     "hub_strategy": (("end", "every_save"), ("checkpoint", "all_checkpoints")),
     "blocks": ((None,), ("no.such.blocks", "")),
-    "exchange_dtype": (("float32", "bfloat16", "float16", "int8"), ("int4", None, 8)),
+    "exchange_dtype": (("float32", "bfloat16", "float16", "int8", "int4"), ("int5", None, 8, "topk8")),
+    "exchange_codec": (
+        (None, {}, {"gradients": "int3"}, '{"curvature": "int4_stochastic"}'),
+        (
+            "int5",
+            8,
+            {"gradient": "int8"},
+            {"gradients": "int5"},
+            {"smashed_data": "topk8"},
+            {"gradients": None},
+            '{"gradients"',
+            "",
+            ["int8"],
+        ),
+    ),
     "exchange_memory_limit": ((None, 0, 1000, "2GiB"), ("much", -1, "2 parsecs", 1.5)),
 }
 # The same for the methods' own options; whole numbers and switches go by their type.

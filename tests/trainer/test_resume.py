@@ -8,10 +8,11 @@ import torch
 from transformers import TrainerCallback
 
 from tests.support.federated import rounds, same, tiny_vit, trainer, weights
+from tests.support.packed import MIXED
 
 
 def test_resume_is_bit_identical(tmp_path: Path) -> None:
-    """With evaluations, a schedule and other initial weights; test_contract.py resumes every method."""
+    """With evaluations, a schedule, codecs and other initial weights; test_contract.py resumes every method."""
     changes: dict[str, Any] = {
         "method": "coef_j",
         "num_rounds": 5,
@@ -20,6 +21,7 @@ def test_resume_is_bit_identical(tmp_path: Path) -> None:
         "eval_strategy": "steps",
         "eval_steps": 1,
         "lr_scheduler_type": "cosine",
+        "exchange_codec": MIXED,
     }
     whole = trainer(tmp_path / "whole", **changes)
     whole.train()

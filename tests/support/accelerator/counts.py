@@ -40,6 +40,7 @@ LAUNCHES = {
     "oracle vit": 813,
     "reuse vit": 836,
     "vanilla vit": 505,
+    "coef_p vit int4": 974,
     "coef_j bert": 1103,
     "coef_p bert": 999,
     "gas bert": 1026,
@@ -67,20 +68,20 @@ def counted() -> Iterator[list[Counts]]:
         yield found
 
 
-def of_a_round(folder: Path, method: str, kind: str, clients: int, batches: int) -> Counts:
+def of_a_round(folder: Path, method: str, kind: str, clients: int, batches: int, codec: str = "float32") -> Counts:
     """Return what a round takes, of so many clients with so many batches each."""
     options: dict[str, Any] = {"method_kwargs": {"align_every": 1000}} if method == "fsl_sage" else {}
     run = make(folder / f"{clients} {batches}", DEVICE, kind, method=method, num_clients=clients, num_rounds=1,
                logging_strategy="no", rows=BATCH_SIZE * batches * clients, per_device_train_batch_size=BATCH_SIZE,
-               **options)  # fmt: skip
+               exchange_dtype=codec, **options)  # fmt: skip
     with counted() as found:
         run.train()
     return found[0]
 
 
-def of_a_batch(folder: Path, method: str, kind: str) -> Counts:
+def of_a_batch(folder: Path, method: str, kind: str, codec: str = "float32") -> Counts:
     """Return what a batch more takes."""
-    few, many = (of_a_round(folder, method, kind, 1, batches) for batches in (3, 6))
+    few, many = (of_a_round(folder, method, kind, 1, batches, codec) for batches in (3, 6))
     return {name: (many[name] - few.get(name, 0)) / 3 for name in many if many[name] != few.get(name, 0)}
 
 
@@ -95,13 +96,14 @@ def part(counts: Counts, heading: str) -> Counts:
     return {name.removeprefix(heading + " "): n for name, n in counts.items() if name.startswith(heading + " ")}
 
 
-def lean(folder: Path, method: str, kind: str) -> None:
+def lean(folder: Path, name: str) -> None:
     """A batch waits for nothing that is not listed, and takes no more launches than it did."""
-    counts = of_a_batch(folder, method, kind)
+    method, kind, *_ = name.split()
+    counts = of_a_batch(folder, *name.split())
     waits, launches = part(counts, "wait"), sum(part(counts, "launch").values())
     allowed = WAITS.get(method, {}) | ({"item": PASSES[method]} if kind == "bert" else {})
     assert all(number <= allowed.get(name, 0) for name, number in waits.items()), waits
-    assert launches <= LAUNCHES[f"{method} {kind}"], launches
+    assert launches <= LAUNCHES[name], launches
     uploads = part(counts, "upload")
     assert uploads["pinned"] == (3 if kind == "bert" else 2), uploads  # inputs and labels, once
     assert uploads.get("pageable", 0) <= 8, uploads
@@ -114,8 +116,7 @@ def lean_client(folder: Path) -> None:
 
 
 def cases() -> dict[str, Any]:
-    batches = {name: partial(lean, method=name.split()[0], kind=name.split()[1]) for name in LAUNCHES}
-    return {**batches, "a client": lean_client}
+    return {**{name: partial(lean, name=name) for name in LAUNCHES}, "a client": lean_client}
 
 
 def main() -> None:

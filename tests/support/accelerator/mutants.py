@@ -99,9 +99,14 @@ MUTANTS = [
         "methods", "acc_sfl as on the CPU",
     ),
     Mutant(
-        "a scale of int8 on the CPU", "protocol/packing.py",
+        "a scale of int8 on the CPU", "protocol/codecs.py",
         "torch.ones_like(largest)", "torch.ones(largest.shape)",
         "options", "int8",
+    ),
+    Mutant(
+        "the signs of a rotation stay on the CPU", "protocol/codecs.py",
+        "to_device(torch.from_numpy(1.0 - 2.0 * ones).float(), device)", "torch.from_numpy(1.0 - 2.0 * ones).float()",
+        "options", "int4",
     ),
     Mutant(
         "a file is written before the copy has arrived", "protocol/packing.py",
