@@ -5,7 +5,8 @@ python benchmarks/stacked_clients.py [--clients 2 5 10] [--batch-sizes 32 4] [--
 All clients share the frozen weights and differ in their LoRA factors. One block of ViT-Tiny's shapes (197 tokens of 192
 features, rank 4 on all projections) runs forward and backward for K clients: one after the other; stacked, with the
 frozen products over all clients' tokens at once and the factors applied by batched products; and by vmap over stacked
-factors. It is plain PyTorch on one thread. The ways run in turn, and the median of the paired ratios counts.
+factors. It is plain PyTorch on one thread. The ways run in turn, and the median of the paired ratios counts. The
+launches are the operations that compute something, each of which is a kernel or more on a GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from speed import keep_memory, paired  # beside this script; sets the number of OpenMP threads before torch is imported
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_coefsfl.analysis.tables import format_table
 
@@ -103,10 +105,29 @@ class Ways:
         return [t for pair in found.values() for t in pair]
 
 
+class Launches(TorchDispatchMode):
+    """Counts the operations that compute: not views, and not memory that is only allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += not func.is_view and "empty" not in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def launches(way: Callable[[], Any]) -> int:
+    with Launches() as counter:
+        way()
+    return counter.number
+
+
 def measure(clients: int, batch_size: int, budget: float) -> dict[str, Any]:
     ways = Ways(clients, batch_size)
     row: dict[str, Any] = {"clients": clients, "batch size": batch_size}
     expected = ways.one_by_one()
+    row |= {"launches": launches(ways.one_by_one), "stacked, launches": launches(ways.stacked)}
     for name, way in (("stacked", ways.stacked), ("vmap", ways.vmapped)):
         torch.testing.assert_close(way(), expected, rtol=1e-3, atol=1e-3)
         result = paired(way, ways.one_by_one, budget)
@@ -125,7 +146,8 @@ def main() -> None:
     keep_memory()
     rows = [measure(k, size, options.budget) for size in options.batch_sizes for k in options.clients]
     columns = {"clients": "", "batch size": "", "one by one, s": ".3f", "stacked, s": ".3f", "vmap, s": ".3f"}
-    print(format_table(rows, columns | {"stacked, x": ".2f", "vmap, x": ".2f"}))
+    columns |= {"stacked, x": ".2f", "vmap, x": ".2f", "launches": "", "stacked, launches": ""}
+    print(format_table(rows, columns))
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
