@@ -125,7 +125,7 @@ class SplitFedConfig(TrainingArguments):
         default=None,
         metadata={
             "help": f'Codecs by kind ({", ".join(KINDS)}), e.g. {{"gradients": "topk8"}}; other kinds have '
-            f"exchange_dtype. Or one name for all: {COMPACT} is what we recommend for few bytes."
+            f"exchange_dtype. Or one name for all; {COMPACT} is the setting for few bytes."
         },
     )
     exchange_memory_limit: int | str | None = field(  # in the order that HfArgumentParser understands
@@ -304,6 +304,7 @@ class SplitFedConfig(TrainingArguments):
             "auto_find_batch_size": (False, "the batch size is part of the protocol"),
             "fp16": (False, "local optimizers run without loss scaling; use bf16"),
             "deepspeed": (None, "each process holds the whole model and its own clients"),
+            "length_column_name": ("length", "a length is the number of tokens in input_ids"),
             "num_train_epochs": (3.0, "it counts rounds: set num_rounds, and local_epochs for the epochs in a round"),
         }
         for name, (allowed, reason) in reasons.items():

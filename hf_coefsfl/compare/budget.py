@@ -111,10 +111,11 @@ class Budget:
         task = next(name for name, known in backbones.TASKS.items() if known is auto)
         length = options.get("max_length")
         codecs = resolve_codecs(options["exchange_dtype"], options["exchange_codec"])
-        key = name, task, data.num_labels, length, *codecs.items()
+        dtype = options["dtype"]
+        key = name, task, data.num_labels, length, dtype, *codecs.items()
         if key not in self._models:
             labels = None if task in ("causal-lm", "question-answering") else data.num_labels
-            model = backbones.build_model(name, labels, task)
+            model = backbones.build_model(name, labels, task, dtype)
             self._models = {
                 key: CostModel(model, sequence_length=length, exchange_codec=codecs)
             }  # of settings that follow each other; many large ones would not fit

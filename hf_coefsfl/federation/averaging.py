@@ -23,6 +23,8 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 def unflatten_(tensors: Sequence[Tensor], flat: Tensor) -> None:
     """Copy a vector made by `flatten` back into the tensors, by few kernels if the device has them for lists."""
     parts = flat.split([t.numel() for t in tensors])
+    if not parts:
+        return
     torch._foreach_copy_(list(tensors), [part.view_as(t) for t, part in zip(tensors, parts, strict=True)])
 
 

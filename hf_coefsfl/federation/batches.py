@@ -140,9 +140,9 @@ class CollatedBatches(Dataset[Any]):
         self.seed, self.data_seed = args.seed, args.seed if args.data_seed is None else args.data_seed
         self.batch_size, self.drop_last = args.per_device_train_batch_size, args.dataloader_drop_last
         self._order: dict[tuple[int, int], list[list[int]]] = {}  # rows of the batches, of the last client asked for
-        self.length_column = args.length_column_name if args.train_sampling_strategy == "group_by_length" else None
+        self.by_length = args.train_sampling_strategy == "group_by_length"
         self._lengths: dict[int, NDArray[np.int64]] = {}  # of the rows of each dataset, by the number of it
-        for example in federation.examples() if self.length_column is not None else ():
+        for example in federation.examples() if self.by_length else ():
             self.lengths(example)  # which refuses data without
 
     def __getitem__(self, place: Place) -> Any:
@@ -170,11 +170,11 @@ class CollatedBatches(Dataset[Any]):
 
     def lengths(self, client: int) -> Any:
         """Return the lengths of a client's samples; None: batches are not made by length."""
-        if self.length_column is None:
+        if not self.by_length:
             return None
         dataset = client if len(self.federation.datasets) > 1 else 0
         if dataset not in self._lengths:
-            self._lengths[dataset] = row_lengths(self.federation.dataset(client), self.length_column)
+            self._lengths[dataset] = row_lengths(self.federation.dataset(client))
         return self._lengths[dataset][self.federation.partition.indices[client]]
 
 

@@ -14,6 +14,7 @@ from datasets import Image
 from numpy.typing import NDArray
 
 _CHUNK = 10_000  # rows that are read together
+_TOKENS = "input_ids"
 
 
 @dataclass(frozen=True)
@@ -69,19 +70,17 @@ def chunks(data: Any, name: str) -> Iterator[tuple[int, Values]]:
         yield from _known({start: part.combine_chunks()})
 
 
-def row_lengths(data: Any, column: str) -> NDArray[np.int64]:
-    """Return the lengths of the rows: the numbers of a column if there is one of that name, else of `input_ids`."""
+def row_lengths(data: Any) -> NDArray[np.int64]:
+    """Return how many tokens each row has."""
     names = column_names(data)
-    name = column if column in names else "input_ids"
-    read = [values for _, values in chunks(data, name)] if name in names else []
-    listed = name != column
-    if not read or any(part.missing is not None or listed == (part.widths is None) for part in read):
+    read = [values for _, values in chunks(data, _TOKENS)] if _TOKENS in names else []
+    widths = [part.widths for part in read if part.missing is None and part.widths is not None]
+    if not widths or sum(map(len, widths)) != len(data):
         raise ValueError(
-            f"train_sampling_strategy='group_by_length' needs the lengths of all rows: a column {column!r} with "
-            f"numbers, or 'input_ids' with lists. The training data has {', '.join(names) or 'no columns to read'}."
+            f"train_sampling_strategy='group_by_length' needs a list of tokens in each row, in a column {_TOKENS!r}. "
+            f"The training data has {', '.join(names) or 'no columns to read'}."
         )
-    found = np.concatenate([part.widths if listed else part.flat for part in read])
-    return found.astype(np.int64)
+    return np.concatenate(widths)
 
 
 def _plain(value: Any) -> Any:

@@ -49,13 +49,13 @@ def shuffled_batches(
     """Return the sample indices of each mini-batch of a client's round, shuffled once for the round.
 
     Given the lengths of the samples, those of like length share a batch. Then the order of the batches is random, and
-    which of several equally long samples share one; a last batch that is not full has the shortest.
+    which of several equally long samples share one; a batch that is not full has the shortest.
     """
     generator = np.random.default_rng(derive_seed(seed, "batches", round_index, client))
     order = generator.permutation(num_samples)
+    if drop_last:
+        order = order[: num_samples - num_samples % batch_size]
     if lengths is not None:
         order = order[np.argsort(-np.asarray(lengths)[order], kind="stable")]
-    batches = [order[start : start + batch_size].tolist() for start in range(0, num_samples, batch_size)]
-    if drop_last and len(batches[-1]) < batch_size:
-        batches.pop()
+    batches = [order[start : start + batch_size].tolist() for start in range(0, len(order), batch_size)]
     return batches if lengths is None else [batches[i] for i in generator.permutation(len(batches))]

@@ -166,15 +166,16 @@ class ClientRound:
         """Refuse feedback that does not fit the activations it speaks of, or that is not finite."""
         if len(messages) != len(places):
             raise TransferError(f"{len(messages)} messages came for {len(places)} batches")
-        for number, (place, message) in enumerate(zip(places, messages, strict=True)):
+        for place, outline in zip(places, messages.outlines(), strict=True):  # before anything is decoded
+            if isinstance(outline, Feedback):
+                expected = uploaded.packed[place].tensors["activations"].shape
+                shape = outline.gradient.shape
+                if shape != expected:
+                    raise TransferError(f"a gradient has shape {tuple(shape)}, the activations {tuple(expected)}")
+        for number, message in enumerate(messages):
             for name, t in message.tensors().items():
                 if t.is_floating_point() and not bool(t.isfinite().all()):
                     raise TransferError(f"the {name} of batch {number} holds NaN or infinity")
-            if isinstance(message, Feedback):
-                expected = uploaded.packed[place].tensors["activations"].shape
-                shape = message.gradient.shape
-                if shape != expected:
-                    raise TransferError(f"a gradient has shape {tuple(shape)}, the activations {tuple(expected)}")
 
     def _finish(self, outbox: Path) -> None:
         """Leave the trained weights, and what was seen and kept on the way."""

@@ -242,7 +242,8 @@ class Exchange(Sequence[M]):
     def __getitem__(self, index: int | slice) -> M | Exchange[M]:
         """Unpack a message, or choose some of them without unpacking."""
         if isinstance(index, slice):
-            chosen: Exchange[M] = Exchange(self.store, self.batches)
+            batches = self.batches if self.batches is None else list(self.batches)[index]
+            chosen: Exchange[M] = Exchange(self.store, batches)
             chosen.packed = self.packed[index]
             return chosen
         if self._read is None or self._read[0] != index:

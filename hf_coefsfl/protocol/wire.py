@@ -198,7 +198,7 @@ class _Reader:
         }
         shapes = {name: torch.Size(entry["shape"]) for name, entry in declared["packed"].items()}
         sizes = {name: self.header[name]["data_offsets"][1] - self.header[name]["data_offsets"][0] for name in names}
-        large = sum(size for name, size in sizes.items() if name.split(".", 1)[1] in shapes)
+        large = sum(size for name, size in sizes.items() if name.split(".", 1)[1].removesuffix(_SCALE) in shapes)
         beside, most = sum(sizes.values()) - large, self.most_beside
         most = _MOST_BESIDE + 4 * large if most is None else most
         if beside > most:

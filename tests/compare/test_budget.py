@@ -56,6 +56,11 @@ def test_bytes_and_operations_are_those_of_the_rounds(folder: Path) -> None:
     assert estimate.seconds == pytest.approx(STARTUP_SECONDS + (trained + EVALUATED * forward) / 1e6, rel=1e-6)
 
 
+def test_a_bfloat16_base_moves_less_and_works_as_much(folder: Path) -> None:
+    whole, half = (Budget(speed=1e6).of(cells(folder, ["reuse"], dtype=d)[0]) for d in ("float32", "bfloat16"))
+    assert half.server_gflops(6) == pytest.approx(whole.server_gflops(6)) and half.mib < 0.9 * whole.mib
+
+
 def test_rare_rounds_count_as_often_as_they_come(folder: Path) -> None:
     every = {"method": "fsl_sage", "method_kwargs": {"align_every": 1, "align_epochs": 1, "num_blocks": 1}}
     rarely = {"method": "fsl_sage", "name": "rarely", "method_kwargs": every["method_kwargs"] | {"align_every": 1000}}

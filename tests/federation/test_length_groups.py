@@ -64,16 +64,27 @@ def test_grouping_saves_padding_and_changes_no_label(tmp_path: Path) -> None:
     assert padded[1] < padded[0] / 2 and rows[0] == rows[1]
 
 
-def test_lengths_may_be_given(tmp_path: Path) -> None:
-    rows = [{"length": 5, "x": 1.0}, {"length": 2, "x": 2.0}]
-    assert row_lengths(Dataset.from_list(rows), "length").tolist() == row_lengths(rows, "length").tolist() == [5, 2]
-    assert row_lengths(short_and_long(5).select([1, 3]), "length").tolist() == [
-        len(short_and_long(5)[i]["input_ids"]) for i in (1, 3)
-    ]
+def test_what_does_not_fill_a_batch_is_drawn_anew_in_each_round() -> None:
+    lengths = list(range(9, 0, -1))
+    rounds = [shuffled_batches(0, t, 0, 9, 4, drop_last=True, lengths=lengths) for t in range(30)]
+    assert all([len(batch) for batch in batches] == [4, 4] for batches in rounds)
+    left = {i for batches in rounds for i in {*range(9)} - {i for batch in batches for i in batch}}
+    assert len(left) > 5  # not only the shortest
+
+
+def test_lengths_of_chosen_rows_and_of_lists() -> None:
+    data = short_and_long(5)
+    widths = [len(data[i]["input_ids"]) for i in range(5)]
+    assert row_lengths(data.select([1, 3])).tolist() == [widths[1], widths[3]]
+    assert row_lengths([dict(row) for row in data]).tolist() == widths
 
 
 def test_what_has_no_length_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"needs the lengths of all rows: a column 'length' .* pixel_values"):
+    with pytest.raises(ValueError, match=r"needs a list of tokens in each row, in a column 'input_ids'.* pixel_values"):
         trainer(tmp_path, data=images(), **GROUPED)
+    with pytest.raises(ValueError, match=r"in a column 'input_ids'"):
+        row_lengths([{"input_ids": "12"}, {"input_ids": "13"}])
+    with pytest.raises(ValueError, match=r"length_column_name='n' does not work .* number of tokens in input_ids"):
+        trainer(tmp_path, **GROUPED, length_column_name="n")
     with pytest.raises(ValueError, match=r"train_sampling_strategy='sequential' is not allowed.* group_by_length"):
         trainer(tmp_path, train_sampling_strategy="sequential")

@@ -62,6 +62,14 @@ def test_little_is_read_beside_the_activations(tmp_path: Path) -> None:
         read_exchange(tmp_path / "large", SmashedData, Store(), most_beside=CHECK.most_beside())
 
 
+def test_scales_are_not_beside_the_activations(tmp_path: Path) -> None:
+    """A token of 4,098 features has a scale for each two of them: more than a mask takes."""
+    wide, store = SmashedData(torch.ones(2, 6, 4098), {}, LABELS), Store("int4")
+    write_exchange(Exchange.of([wide], store), tmp_path / "wide")
+    most = 2 * 6 * 4098  # bytes, of all scales
+    read_exchange(tmp_path / "wide", SmashedData, store, most_beside=most - 1)
+
+
 def test_checks_end_with_the_deadline(tmp_path: Path) -> None:
     over, sent = Deadline(0.0), Exchange.of([upload()], Store())
     file = tmp_path / "file"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import mean
 
 from ...analysis.tables import format_table
 from ..differences import difference_rows, headings
-from ..grid import score
+from ..grid import Summary, score
 from ..results import Result, staleness
 from .plots import by_place, place_name
 
@@ -44,7 +45,7 @@ def _learning_rates(results: Sequence[Result]) -> list[str]:
             tried = [
                 (run, summary) for run, summary in result.tried if run.options["seed"] == result.cell.spec.seeds[0]
             ]
-            shown = [f"{run.options['learning_rate']:g}: {abs(score(summary)):.1f}" for run, summary in tried]
+            shown = [f"{run.options['learning_rate']:g}: {_shown(summary)}" for run, summary in tried]
             if len(shown) > 1:
                 rows.setdefault(result.cell.variant.name, {})[columns[place]] = ", ".join(shown)
     if not rows:
@@ -53,6 +54,11 @@ def _learning_rates(results: Sequence[Result]) -> list[str]:
     table = [{"Method": name} | {column: row.get(column, "") for column in kept} for name, row in rows.items()]
     note = "The first seed with each learning rate that has been tried; a mean if there are several scores."
     return [f"**Learning rates**\n\n{format_table(table, markdown=True)}\n\n{note}\n"]
+
+
+def _shown(summary: Summary) -> str:
+    value = score(summary) * (1 if summary.get("higher_is_better", True) else -1)
+    return f"{value:.1f}" if math.isfinite(value) else "diverged"
 
 
 def _staleness(results: Sequence[Result]) -> list[str]:
