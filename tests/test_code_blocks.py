@@ -42,6 +42,7 @@ NOT_RUN = {
     "python recipes/flower/example.py": "tests/flower/test_network.py runs it",
     "python -m hf_coefsfl.flower.supernode": "a process that waits; tests/flower/test_network.py runs it",
     "coefsfl cost --model llama-3-8b": "takes minutes; tests/analysis/test_large.py has a small one",
+    "coefsfl cost --model folder/": "the same, of a folder",
     "coefsfl split": "tests/flower/test_network.py runs it",
     "flower-superlink": "a process that waits; tests/flower/test_network.py runs it, with TLS too",
     "flwr": "needs a SuperLink; tests/flower/test_network.py runs it",
