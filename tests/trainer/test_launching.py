@@ -157,10 +157,10 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from accelerate import debug_launcher, notebook_launcher
-from tests.support.federated import trainer, weights
 from safetensors.torch import save_file
 
 def train(name):
+    from tests.support.federated import trainer, weights  # not before: see docs/quantized.md
     run = trainer(Path(sys.argv[1]) / name, num_rounds=2)
     run.train()
     run.evaluate()
