@@ -65,7 +65,7 @@ class Network(LocalLink):
 
 def moved(sent: Exchange[Any], device: torch.device) -> Exchange[Any]:
     """Return a copy of what was sent on another device."""
-    copied: Exchange[Any] = Exchange(sent.store, sent.lasting)
+    copied: Exchange[Any] = Exchange(sent.store, sent.batches)
     for packed in sent.packed:
         tensors = {name: t.on(device) for name, t in packed.tensors.items()}
         places = None if packed.places is None else packed.places.on(device)
