@@ -38,9 +38,9 @@ class CodedWeights:
                 self.weights[part][name].copy_(value)
 
     def received(self, part: str, coded: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights that a client's encoded update stands for, which must be finite."""
-        flat = self.initial[part]
-        flat = flat + self.codecs[part].decode({name: t.to(flat.device) for name, t in coded.items()})
+        """Return the weights that a client's encoded update stands for, which must be finite, on its device."""
+        update = self.codecs[part].decode(coded)
+        flat = self.initial[part].to(update.device) + update
         if not bool(flat.isfinite().all()):
             raise ValueError(f"the {part} that a client sent hold NaN or infinity")
         return self.codecs[part].named(flat)
