@@ -43,18 +43,19 @@ class Residuals:
         self.last, self.saved = integer(header, "residual_round"), integer(header, "residual_saved")
 
     def load(self, sizes: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
-        """Return the residuals of the client's last round that counted, by name; those that are lost are left out."""
+        """Return the residuals of the client's last round that counted, by name; nothing if they are lost."""
         path = self.folder / str(self.last)
         if self.last == NONE:
             return {}
         try:
             found = load(path.read_bytes())
-        except (OSError, SafetensorError) as error:
+            for name, t in found.items():
+                if (t.dtype, tuple(t.shape)) != (torch.float32, (sizes.get(name),)) or not bool(t.isfinite().all()):
+                    raise ValueError(f"{path} is damaged")
+        except (OSError, SafetensorError, ValueError) as error:
             logger.warning("The residual of round %d is lost, it begins at 0: %s", self.last + 1, error)
             return {}
-        forms = {name: (t.dtype, tuple(t.shape)) for name, t in found.items()}
-        fits = {name for name, form in forms.items() if form == (torch.float32, (sizes.get(name),))}
-        return {name: found[name].to(device) for name in fits if bool(found[name].isfinite().all())}
+        return {name: t.to(device) for name, t in found.items()}
 
     def keep(self, round_index: int, residuals: Mapping[str, Tensor]) -> None:
         """Keep what a round leaves, and what the server may still ask for if it goes back to its last checkpoint."""
