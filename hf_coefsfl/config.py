@@ -18,6 +18,7 @@ from ._bfloat16 import check_bfloat16
 from ._suggest import did_you_mean
 from .methods import DEFAULT_METHOD, METHODS, WARM_UP_METHOD, Method, make_method
 from .methods.base import at_least
+from .protocol.adapters import ADAPTER_CODECS, AS_THEY_ARE
 from .protocol.codecs import COMPACT, KINDS, for_all_kinds, resolve_codecs
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "partition": ("iid", "dirichlet", "column"),
     "dropout": ("synced", "off"),
     "head": ("full", "lora", "frozen"),
+    "adapter_codec": ADAPTER_CODECS,
     "on_client_failure": ("raise", "skip"),
     "aggregation": ("mean", "trimmed_mean", "median", "krum"),
     "train_sampling_strategy": ("random", "group_by_length"),
@@ -126,6 +128,14 @@ class SplitFedConfig(TrainingArguments):
         metadata={
             "help": f'Codecs by kind ({", ".join(KINDS)}), e.g. {{"gradients": "topk8"}}; other kinds have '
             f"exchange_dtype. Or one name for all; {COMPACT} is the setting for few bytes."
+        },
+    )
+    adapter_codec: str = field(
+        default=AS_THEY_ARE,
+        metadata={
+            "help": "Codec of the weights of federated averaging (adapters, trained heads, auxiliary networks): "
+            f"{', '.join(ADAPTER_CODECS)}. Clients then send updates, and what rounding takes from one comes with the "
+            "next. float32 is as trained."
         },
     )
     exchange_memory_limit: int | str | None = field(  # in the order that HfArgumentParser understands

@@ -26,6 +26,7 @@ from ..federation.ledger import Ledger
 from ..methods import Method
 from ..methods.base import ClientState
 from ..methods.parts.costs import RoundKind
+from ..protocol.adapters import AS_THEY_ARE
 from ..protocol.client_side import ClientSide
 from ..protocol.link import LocalLink
 from ..protocol.messages import Message, SmashedData
@@ -326,8 +327,12 @@ def footprint(
     copied = peaks(two.with_copies(), three.with_copies(), more, b, generated)
     split = model.split(cut)
     trained = 4 * sum(p.numel() for side in trainable_sides(split) for p in side.values())
+    residual = 0  # of a client
+    if model.adapter_codec != AS_THEY_ARE:
+        federated = *trainable_sides(split)[0].values(), *kind.method.federated().values()
+        residual = 4 * sum(t.numel() for t in federated)
     state = {
-        rounds: kind.method.state_nbytes(one.state, model.workload(plan, run, rounds))
+        rounds: kind.method.state_nbytes(one.state, model.workload(plan, run, rounds)) + residual * run.distinct(rounds)
         for rounds in {*run.checkpoints(), run.num_rounds}
     }
     inputs = one.inputs * N // 2
@@ -335,7 +340,9 @@ def footprint(
         "weights": sum(map(nbytes, existing_tensors(split))),
         "inputs": inputs,
         "round": 0,
-        "averaging": (run.clients_per_round + 1) * trained,  # the global vector and those of the clients
+        # The global vector and those of the clients; what clients begin with, and their new residuals.
+        "averaging": (run.clients_per_round + 1) * trained
+        + (trained + (run.clients_per_round + 1) * residual if residual else 0),
         "state": state[run.num_rounds],
     }
     files, files_peak = ({}, 0) if cost is None else disk(split, cost, run, state)
@@ -350,7 +357,7 @@ def footprint(
 def disk(split: SplitModel, cost: Cost, run: Run, state: Mapping[int, int]) -> tuple[dict[str, int], int]:
     """Return the bytes of the files that a run leaves, by what they are, and the most there are at a time.
 
-    `state` is what the method keeps, after so many rounds.
+    `state` is what the method and simulated clients keep, after so many rounds.
     """
     with tempfile.TemporaryDirectory() as folder:
         model: Any = split.model

@@ -20,6 +20,7 @@ from ..analysis.storage import DTYPES, computed_in, stored_as
 from ..analysis.tables import format_table
 from ..analysis.timing import Devices, Network
 from ..methods import DEFAULT_METHOD, METHODS, Method, make_method, ordered_methods
+from ..protocol.adapters import ADAPTER_CODECS, AS_THEY_ARE
 from ..protocol.codecs import COMPACT, for_all_kinds
 from .units import parse_bandwidth, parse_latency, parse_speed
 
@@ -72,6 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--method-kwargs", metavar="JSON", help=f"options by method, e.g. {_EXAMPLE}")
     add("--exchange-dtype", choices=for_all_kinds(), default="float32", help="of what crosses (default: %(default)s)")
     add("--exchange-codec", metavar="TEXT", help=f"as for training: codecs by kind as JSON, or {COMPACT}")
+    add(
+        "--adapter-codec",
+        choices=ADAPTER_CODECS,
+        default=AS_THEY_ARE,
+        help="of the weights of federated averaging (default: %(default)s)",
+    )
     add("--dtype", nargs="+", choices=DTYPES, default=["float32"], help="of the base weights (default: float32)")
     add("--gradient-checkpointing", "--gradient_checkpointing", action="store_true", help="as for training")
     add("--rounds", type=int, help="of a run: adds its memory and its files")
@@ -132,6 +139,7 @@ def _costs(
         sequence_length=arguments.sequence_length,
         exchange_dtype=arguments.exchange_dtype,
         exchange_codec=arguments.exchange_codec,
+        adapter_codec=arguments.adapter_codec,
         gradient_checkpointing=arguments.gradient_checkpointing,
     )
     cuts = _cuts(arguments.cut, default_cut(arguments.model), model)

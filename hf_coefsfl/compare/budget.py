@@ -111,13 +111,13 @@ class Budget:
         task = next(name for name, known in backbones.TASKS.items() if known is auto)
         length = options.get("max_length")
         codecs = resolve_codecs(options["exchange_dtype"], options["exchange_codec"])
-        dtype = options["dtype"]
-        key = name, task, data.num_labels, length, dtype, *codecs.items()
+        adapters, dtype = options["adapter_codec"], options["dtype"]
+        key = name, task, data.num_labels, length, adapters, dtype, *codecs.items()
         if key not in self._models:
             labels = None if task in ("causal-lm", "question-answering") else data.num_labels
             model = backbones.build_model(name, labels, task, dtype)
             self._models = {
-                key: CostModel(model, sequence_length=length, exchange_codec=codecs)
+                key: CostModel(model, sequence_length=length, exchange_codec=codecs, adapter_codec=adapters)
             }  # of settings that follow each other; many large ones would not fit
         return key, self._models[key]
 

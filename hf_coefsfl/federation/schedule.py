@@ -53,6 +53,7 @@ def make_context(
         device=args.device,
         autocast=autocast,
         store=store,
+        adapter_codec=args.adapter_codec,
         noise=args.smashed_noise,
         noise_secret=noise_secret,
     )

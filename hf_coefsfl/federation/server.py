@@ -17,6 +17,7 @@ from ..config import SplitFedConfig
 from ..methods import Method
 from ..methods.base import ClientState
 from ..methods.parts.auxiliary import example_smashed
+from ..protocol.adapters import AS_THEY_ARE
 from ..protocol.context import RoundContext
 from ..protocol.loss import LossSpec
 from ..protocol.packing import Store
@@ -24,6 +25,7 @@ from ..protocol.padding import ignores_padding, mirrored
 from ..protocol.server_side import ServerSide
 from ..split import SplitModel
 from ..split.lora import trainable_sides
+from .adapters import CodedWeights
 from .averaging import federated_average, fewest_clients, flatten, unflatten_
 from .bounds import Parts, Values, excesses, scale_update_, update_norms
 from .ledger import DROPPED, ClientReport
@@ -129,6 +131,13 @@ class ServerRounds:
         """Return what is averaged at the end of a round: trained weights, those beside the model, optimizer state."""
         return [*self.parameters, *self.methods.of_round(round_index).federated().values(), *self._kept_tensors()]
 
+    def coded_weights(self, round_index: int) -> CodedWeights | None:
+        """Return the federated weights of a round in the form in which they are sent; None: as they are."""
+        if self.args.adapter_codec == AS_THEY_ARE:
+            return None
+        federated = self.methods.of_round(round_index).federated()
+        return CodedWeights(self.args.adapter_codec, self.client_parameters, federated)
+
     def _kept_tensors(self) -> list[Tensor]:
         """Return the state that the server's optimizer begins a round with; nothing if it is fresh in each."""
         return [] if self.optimizer_state is None else self.optimizer_state.tensors
@@ -144,8 +153,8 @@ class ServerRounds:
         trained: Mapping[int, Tensor],
         owners: Mapping[int, int],
         initial: Tensor,
-    ) -> None:
-        """Replace the round's initial weights by what `args.aggregation` makes of the surviving clients.
+    ) -> list[int]:
+        """Replace the round's initial weights by what `args.aggregation` makes of the surviving clients; return them.
 
         Args:
             round_index: of the round.
@@ -171,6 +180,7 @@ class ServerRounds:
             method.merge([ClientState(c, reports[c].num_samples, reports[c].kept) for c in used])
         now = flatten(self.parameters)
         self.update_norm = (now - initial[: len(now)]).norm().item()
+        return list(weights)
 
     def least_clients(self) -> int:
         """Return how many clients must be left for an average."""

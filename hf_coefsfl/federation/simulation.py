@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast, broadcast_object_list
 from tqdm.auto import tqdm
 
 from ..config import SplitFedConfig
@@ -20,6 +21,7 @@ from ..protocol.link import LocalLink
 from ..protocol.seeds import preserved_random_state
 from ..protocol.server_side import ServerSide
 from ..split import SplitModel
+from .adapters import ADAPTERS, AUXILIARY, PREFIX, CodedWeights, Residual, from_state, to_state
 from .averaging import flatten, unflatten_
 from .batches import Batches, ClientData
 from .clients import Federation
@@ -61,6 +63,20 @@ class Simulation(ServerRounds):
         self.observers = observers
         self.data = ClientData(federation, collate, check, args)
 
+    def set_up_method(self) -> None:
+        """Give method, server's optimizer and clients the state that training starts with."""
+        super().set_up_method()
+        self.residuals: dict[int, Residual] = {}  # of the clients, in every process: each may train any of them
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return what rounds leave beside the trained weights, for a checkpoint."""
+        return super().state_dict() | to_state(self.residuals)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take back what `state_dict` returned."""
+        self.residuals = from_state(state)
+        super().load_state_dict({name: t for name, t in state.items() if not name.startswith(PREFIX)})
+
     def close(self) -> None:
         """End the workers that collate."""
         self.data.close()
@@ -72,7 +88,11 @@ class Simulation(ServerRounds):
         owners = assign_clients(sizes, self.accelerator.num_processes)
         mine = [client for client in clients if owners[client] == self.accelerator.process_index]
         parameters, federated = self.averaged(round_index), self.methods.of_round(round_index).federated()
-        initial = flatten(parameters)
+        initial, coded = flatten(parameters), self.coded_weights(round_index)
+        start, residuals = initial, dict[int, Residual]()
+        if coded is not None:
+            coded.begin()
+            start = flatten(parameters)
         trained: dict[int, torch.Tensor] = {}
         reports: dict[int, ClientReport] = {}
         observers = [observer for observer in self.observers if observer.due(round_index)]
@@ -83,12 +103,14 @@ class Simulation(ServerRounds):
             present = [client for client in mine if not self._is_dropped(round_index, client)]
             fetched = self.data.round(round_index, present)
             for client in tqdm(mine, desc=f"round {round_index + 1}: clients", leave=False, disable=not progress):
-                unflatten_(parameters, initial)
+                unflatten_(parameters, start)
                 reports[client], kept = self._run_client(round_index, client, fetched, learning_rate)
+                if coded is not None and reports[client].failure is None:
+                    reports[client], residuals[client] = self._returned(coded, client, reports[client])
                 beside = [reports[client].kept.get(name, p).to(p.device) for name, p in federated.items()]
                 trained[client] = flatten([*self.parameters, *beside, *kept])
                 if client == clients[0] and reports[client].failure is None:
-                    results = [self._examine(o, round_index, client, learning_rate, initial) for o in observers]
+                    results = [self._examine(o, round_index, client, learning_rate, start) for o in observers]
                 for parameter in parameters:
                     parameter.grad = None
         if observers:  # one process has measured
@@ -97,8 +119,37 @@ class Simulation(ServerRounds):
             if result is not None:  # the first client did not fail
                 observer.take(result)
         reports = gather_reports(reports, self.accelerator)
-        self.average(round_index, reports, trained, owners, initial)
+        used = self.average(round_index, reports, trained, owners, initial)
+        if coded is not None:
+            self._keep(residuals, coded, used, owners)
         return reports
+
+    @torch.no_grad()
+    def _returned(self, coded: CodedWeights, client: int, report: ClientReport) -> tuple[ClientReport, Residual]:
+        """Put what arrives of a client's weights in their place; return its report and its next residual."""
+        before = self.residuals.get(client, {})
+        beside = {name: report.kept.get(name, p) for name, p in coded.weights[AUXILIARY].items()}
+        try:
+            adapters, left = coded.passed(ADAPTERS, self.client_parameters, before.get(ADAPTERS))
+            auxiliary, left_beside = coded.passed(AUXILIARY, beside, before.get(AUXILIARY))
+        except ValueError as error:  # too large for the codec
+            return replace(report, failure=str(error)), {}
+        for name, value in adapters.items():
+            self.client_parameters[name].copy_(value)
+        report = replace(report, kept=report.kept | {name: t.cpu() for name, t in auxiliary.items()})
+        return report, {ADAPTERS: left, AUXILIARY: left_beside}
+
+    def _keep(
+        self, mine: Mapping[int, Residual], coded: CodedWeights, used: Sequence[int], owners: Mapping[int, int]
+    ) -> None:
+        """Have every process keep the new residuals of the clients that were averaged; others keep their old ones."""
+        for client in used:
+            for part, initial in coded.initial.items():
+                if len(initial):
+                    left = mine[client][part] if client in mine else torch.empty_like(initial)
+                    if self.accelerator.num_processes > 1:
+                        left = broadcast(left, from_process=owners[client])
+                    self.residuals.setdefault(client, {})[part] = left.cpu()
 
     def _is_dropped(self, round_index: int, client: int) -> bool:
         return is_dropped(self.args.seed, round_index, client, self.args.client_dropout_rate)

@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..federation.adapters import ADAPTERS, AUXILIARY
 from ..federation.schedule import local_optimizer, make_context
 from ..methods import Method
+from ..protocol.adapters import AS_THEY_ARE, AdapterCodec
 from ..protocol.client_side import ClientSide
 from ..protocol.clock import synchronize
 from ..protocol.link import packed_upload
@@ -23,11 +25,13 @@ from ..protocol.packing import Exchange, Places, Store
 from ..protocol.padding import kept_positions
 from ..protocol.seeds import preserved_random_state
 from ..protocol.wire import read_exchange, read_message, write_exchange, write_message
-from .checks import copy_checked
+from .checks import check_tensors, copy_checked
 from .client_node import ClientNode
+from .residuals import Residuals
 from .wire import TransferError, integer, text
 
-_TENSORS, _STATE, _UPLOAD, _INITIAL = "round.safetensors", "round.json", "upload", "initial"
+_TENSORS, _STATE, _UPLOAD, _INITIAL, _SENT = "round.safetensors", "round.json", "upload", "initial", "sent"
+_FILES = (_TENSORS, _STATE, _UPLOAD, _INITIAL, _SENT)
 _SLACK = 8 * 2**20  # bytes that names and shapes of weights may have
 
 
@@ -74,6 +78,11 @@ class ClientRound:
         self.side = ClientSide(node.half, batches, optimizer, context, node.loss_spec)
         self.uploaded: list[int] | None = None  # batches of the last upload; None: all
         self.is_unanswered = False  # whether no update has come to it yet
+        self.codecs: dict[str, AdapterCodec] = {}  # of the weights that come and go; none: as they are
+        if node.config.adapter_codec != AS_THEY_ARE:
+            weights: dict[str, Mapping[str, Tensor]] = {ADAPTERS: node.parameters, AUXILIARY: self.method.federated()}
+            self.codecs = {part: AdapterCodec(node.config.adapter_codec, named) for part, named in weights.items()}
+            self.residuals = Residuals(node.lasting, header)
 
     def _state(self) -> dict[str, Any]:
         path = self.folder / _STATE
@@ -105,7 +114,7 @@ class ClientRound:
                 synchronize(self.node.config.device)
                 seconds += time.perf_counter() - start
         if calls and calls[-1]["do"] == "finish":
-            for name in (_TENSORS, _STATE, _UPLOAD, _INITIAL):
+            for name in _FILES:
                 (self.folder / name).unlink(missing_ok=True)
         else:
             self._save()
@@ -116,7 +125,7 @@ class ClientRound:
     @torch.no_grad()
     def _begin(self, payload: Path | None) -> None:
         """Take the round's weights."""
-        for name in (_TENSORS, _STATE, _UPLOAD, _INITIAL):
+        for name in _FILES:
             (self.folder / name).unlink(missing_ok=True)
         if payload is None:
             raise TransferError("a round begins with weights, there are none")
@@ -126,6 +135,11 @@ class ClientRound:
         if payload.stat().st_size > 2 * own + _SLACK:  # before it is read into memory
             raise TransferError(f"weights of {payload.stat().st_size} bytes came, this client's have {own}")
         received = read_message(payload, Parameters)
+        if self.codecs:
+            for part, codec in self.codecs.items():
+                check_tensors(codec.form(), getattr(received, part))
+            os.link(payload, self.folder / _SENT)
+            received = Parameters(**{n: c.named(c.decode(getattr(received, n))) for n, c in self.codecs.items()})
         copy_checked(self.node.parameters, received.adapters)
         copy_checked(self.method.federated(), received.auxiliary)
 
@@ -180,7 +194,25 @@ class ClientRound:
     def _finish(self, outbox: Path) -> None:
         """Leave the trained weights, and what was seen and kept on the way."""
         self.side.finish()
-        write_message(ClientResult(**self._result()), outbox)
+        write_message(ClientResult(**(self._result() | self._updates())), outbox)
+
+    def _updates(self) -> dict[str, Any]:
+        """Return what is sent of the trained weights if a codec changes it, and keep the residuals that this leaves."""
+        if not self.codecs:
+            return {}
+        device = self.side.context.device
+        sent = read_message(self.folder / _SENT, Parameters, device)
+        before = self.residuals.load({part: sum(codec.sizes) for part, codec in self.codecs.items()}, device)
+        kept = {name: t.to(device) for name, t in self.side.kept.items()}
+        trained: dict[str, Mapping[str, Tensor]] = {ADAPTERS: self.node.parameters, AUXILIARY: kept}
+        after = dict(before)
+        coded: dict[str, dict[str, Tensor]] = {}
+        for part, codec in self.codecs.items():
+            coded[part], left = codec.encode_update(getattr(sent, part), trained[part], before.get(part))
+            if len(left):
+                after[part] = left
+        self.residuals.keep(self.round_index, after)
+        return {"adapters": coded[ADAPTERS], "kept": coded[AUXILIARY]}
 
     # ---- Between two messages ----
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import shutil
 import threading
 from collections.abc import Mapping
@@ -18,11 +19,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..config import SplitFedConfig
+from ..federation.adapters import CodedWeights
 from ..federation.averaging import flatten, unflatten_
 from ..federation.ledger import ClientReport
 from ..federation.sampling import sample_clients
 from ..federation.schedule import set_mode
 from ..federation.server import ServerRounds
+from ..protocol.adapters import AS_THEY_ARE
 from ..protocol.clock import synchronize
 from ..protocol.loss import LossSpec
 from ..protocol.messages import Parameters
@@ -33,11 +36,13 @@ from ..split.placeholders import unwrapped
 from .checks import UploadCheck
 from .link import FlowerLink, Turn
 from .options import DeploymentOptions
+from .residuals import NONE
 from .roster import Roster, one_line
 from .transport import Cancelled, Channel, Courier, Deadline
 
 logger = logging.getLogger(__name__)
 NOT_NEEDED = "not needed, enough others have answered"
+_RUN, _COUNTED = "residuals.run", "residuals.counted"  # in a checkpoint
 _FOLDER = ".exchange"  # in the output folder: payloads that are being received
 
 
@@ -50,6 +55,7 @@ class _Round:
     turn: Turn
     weights: Parameters  # that clients begin with
     start: Tensor  # the weights that their server sides begin with
+    coded: CodedWeights | None = None  # what `weights` are, unless they are as they are
 
 
 class Deployment(ServerRounds):
@@ -107,6 +113,30 @@ class Deployment(ServerRounds):
                 "out."
             )
 
+    def set_up_method(self) -> None:
+        """Give method and server's optimizer the state that training starts with; no client has counted yet."""
+        super().set_up_method()
+        self.run_number = secrets.randbits(63)  # by which clients know the run, also after a restart
+        self.counted: dict[int, int] = {}  # the last round of each client that was averaged
+        self.counted_at_save: dict[int, int] = {}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what rounds leave beside the trained weights, for a checkpoint."""
+        state = super().state_dict()
+        if self.args.adapter_codec == AS_THEY_ARE:
+            return state
+        self.counted_at_save = dict(self.counted)
+        counted = torch.tensor(list(self.counted.items()), dtype=torch.int64).view(-1, 2)
+        return state | {_RUN: torch.tensor(self.run_number), _COUNTED: counted}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what `state_dict` returned."""
+        if self.args.adapter_codec != AS_THEY_ARE:
+            self.run_number = int(state[_RUN])
+            self.counted = {int(client): int(round_index) for client, round_index in state[_COUNTED].tolist()}
+            self.counted_at_save = dict(self.counted)
+        super().load_state_dict({name: t for name, t in state.items() if name not in (_RUN, _COUNTED)})
+
     def least_clients(self) -> int:
         """Return how many clients must be left for an average."""
         return max(self.options.min_clients, super().least_clients())
@@ -137,10 +167,7 @@ class Deployment(ServerRounds):
             threading.Condition(),
             tqdm(total=len(clients), desc=f"round {round_index + 1}: clients", leave=False, disable=not progress),
         )
-        federated = self.methods.of_round(round_index).federated()
-        weights = Parameters(_snapshot(self.client_parameters), _snapshot(federated))
-        trained_here = list(self.server_parameters.values())
-        shared = _Round(round_index, learning_rate, Turn(trained_here), weights, flatten(trained_here))
+        shared = self._shared(round_index, learning_rate)
 
         def work(client: int) -> None:
             outcome = self._run_client(shared, client, deadlines[client])
@@ -169,9 +196,21 @@ class Deployment(ServerRounds):
             del reports[client]
         self.roster.note({client: report.failure is None for client, report in reports.items()})
         trained = {client: t for client in reports if (t := outcomes[client][1]) is not None}
-        self.average(round_index, reports, trained, dict.fromkeys(reports, 0), initial)
+        used = self.average(round_index, reports, trained, dict.fromkeys(reports, 0), initial)
+        self.counted |= dict.fromkeys(used, round_index)
         shutil.rmtree(self.folder, ignore_errors=True)
         return reports
+
+    def _shared(self, round_index: int, learning_rate: float) -> _Round:
+        """Return what all clients of a round share, at the present weights."""
+        coded, trained_here = self.coded_weights(round_index), list(self.server_parameters.values())
+        if coded is not None:
+            coded.begin()  # also here: a round script may use what clients have
+            weights = coded.sent.to("cpu")
+        else:
+            federated = self.methods.of_round(round_index).federated()
+            weights = Parameters(_snapshot(self.client_parameters), _snapshot(federated))
+        return _Round(round_index, learning_rate, Turn(trained_here), weights, flatten(trained_here), coded)
 
     def sample(self, round_index: int) -> tuple[int, list[int]]:
         """Return how many clients a round needs, and whom it asks.
@@ -196,12 +235,13 @@ class Deployment(ServerRounds):
             with shared.turn.taken(client, shared.start, deadline):
                 link = self._link(shared, client, deadline)
                 side = self.server_side(link.context, shared.learning_rate)
-                self.methods.of_round(shared.index).round(link, side)
+                method = self.methods.of_round(shared.index)
+                method.round(link, side)
                 link.finish()
                 side.finish()
                 synchronize(self.args.device)
                 trained = [*(link.trained[name] for name in self.client_parameters), *self.server_parameters.values()]
-                trained += [*(link.kept[name] for name in shared.weights.auxiliary), *self.optimizer_tensors(side)]
+                trained += [*(link.kept[name] for name in method.federated()), *self.optimizer_tensors(side)]
                 flat = flatten([t.to(self.args.device) for t in trained])
             seconds = link.client_seconds + shared.turn.seconds[client]
             return ClientReport.of(link, side, seconds, member.num_samples), flat
@@ -214,7 +254,7 @@ class Deployment(ServerRounds):
     def _link(self, shared: _Round, client: int, deadline: Deadline) -> FlowerLink:
         member, context = self.roster.members[client], self.round_context(shared.index, client)
         leading, trailing = self.ignored_padding
-        header = {
+        header: dict[str, Any] = {
             "client": client,
             "round": shared.index,
             "learning_rate": float(shared.learning_rate),
@@ -222,12 +262,20 @@ class Deployment(ServerRounds):
             "trailing": trailing,
             "memory_limit": context.store.memory_limit or 0,
         }
+        if shared.coded is not None:
+            header |= {
+                "residuals": f"{self.run_number:x}",
+                "residual_round": self.counted.get(client, NONE),
+                "residual_saved": self.counted_at_save.get(client, NONE),
+            }
         title = None if self.args.disable_tqdm else f"client {member.name}"
         channel = Channel(
             self.courier, member.node, deadline, header, self.folder, self.chunk_size, self.max_payload, title
         )
         tensors = self.methods.of_round(shared.index).upload_tensors
-        return FlowerLink(channel, context, self.check, shared.turn, shared.weights, member.num_samples, tensors)
+        return FlowerLink(
+            channel, context, self.check, shared.turn, shared.weights, member.num_samples, tensors, shared.coded
+        )
 
 
 def _snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

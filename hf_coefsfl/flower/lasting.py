@@ -77,7 +77,7 @@ class LastingState:
     def secret(self) -> bytes:
         """The secret of the client's noise, drawn when it is first asked for."""
         path = self.folder / "secret"
-        with self._locked():
+        with self.locked():
             if not path.exists():
                 write_atomically(path, secrets.token_bytes(_SECRET_BYTES))  # in a folder that only its user may read
                 path.chmod(0o600)
@@ -89,7 +89,7 @@ class LastingState:
     def keep(self, settings: Mapping[str, Any]) -> None:
         """Keep what noise is drawn with for good: two sizes of it cancel, and other inputs have another draw."""
         path = self.folder / "noise.json"
-        with self._locked():
+        with self.locked():
             kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
             for name, value in settings.items():
                 if kept.setdefault(name, value) != value:
@@ -102,7 +102,7 @@ class LastingState:
     def count(self, run: str, round_index: int, batches: Sequence[int]) -> None:
         """Count an upload of some of the round's batches before it is made; refuse what is too much."""
         path, key = self.folder / "counts.json", f"{run}.{round_index}"
-        with self._locked():
+        with self.locked():
             counts: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rounds": 0, "sent": {}}
             sent: dict[str, list[int]] = counts["sent"]
             rounds, times = counts["rounds"] + (key not in sent), sent.pop(key, [])
@@ -116,7 +116,7 @@ class LastingState:
             last = dict([*sent.items(), (key, times)][-_REMEMBERED:])
             write_atomically(path, json.dumps({"rounds": rounds, "sent": last}))
 
-    def _locked(self) -> FileLock:
+    def locked(self) -> FileLock:
         """Keep other processes of the same client out."""
         return FileLock(self.folder / "lock")
 

@@ -14,6 +14,7 @@ from typing import Any, overload
 
 from torch import Tensor, nn
 
+from ..federation.adapters import ADAPTERS, AUXILIARY, CodedWeights
 from ..federation.averaging import flatten, unflatten_
 from ..protocol.clock import synchronize
 from ..protocol.context import RoundContext
@@ -125,6 +126,7 @@ class FlowerLink(ClientLink):
         weights: what the client begins with.
         num_samples: that the client has.
         upload_tensors: of the size of the activations, that a batch's upload has.
+        coded: what `weights` are and what the client's weights come as, unless as they are.
     """
 
     def __init__(
@@ -136,8 +138,10 @@ class FlowerLink(ClientLink):
         weights: Parameters,
         num_samples: int,
         upload_tensors: int = 1,
+        coded: CodedWeights | None = None,
     ):
         super().__init__(context)
+        self.coded = coded
         self.channel, self.check, self.turn = channel, check, turn
         self.weights, self.num_samples, self.upload_tensors = weights, num_samples, upload_tensors
         self.most_batches = math.ceil(num_samples / check.batch_size)
@@ -230,6 +234,9 @@ class FlowerLink(ClientLink):
         check_tensors(self.weights.auxiliary, result.kept)
         check_observed(result.observed, self._most_reports())
         self.trained, self.kept = result.adapters, result.kept
+        if self.coded is not None:  # here, not on the device: it is busy with another client's turn
+            self.trained = self.coded.received(ADAPTERS, result.adapters)
+            self.kept = self.coded.received(AUXILIARY, result.kept)
         self.observed.values = {name: list(t.unbind()) for name, t in result.observed.items()}
         self.meter.federate(self.weights.adapters, self.weights.auxiliary)
 

@@ -28,7 +28,7 @@ _REFUSED = {
 # whatever it says changes nothing at a client: no path, no code, no split or label that the site did not choose.
 _OF_CLIENTS = frozenset({
     "task", "method", "method_kwargs", "num_rounds", "warmup_rounds", "local_epochs", "dropout", "exchange_dtype",
-    "exchange_codec", "smashed_noise", "per_device_train_batch_size", "dataloader_drop_last",
+    "exchange_codec", "adapter_codec", "smashed_noise", "per_device_train_batch_size", "dataloader_drop_last",
     "train_sampling_strategy", "optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon",
     "weight_decay", "max_grad_norm", "seed", "data_seed", "bf16", "tf32", "use_cpu", "columns", "train_split",
     "max_train_samples", "max_length", "stride", "augment",

@@ -109,7 +109,8 @@ class Int8(Codec):
         if not values.numel():
             return values.to(torch.int8), None
         largest = values.abs().amax(-1, keepdim=True).float()
-        scale = torch.where(largest == 0, torch.ones_like(largest), largest / 127)
+        vanishes = largest < 127 * torch.finfo(torch.float32).tiny  # a scale below that is too coarse a number itself
+        scale = torch.where(vanishes, torch.ones_like(largest), largest / 127)
         return (values / scale).round().to(torch.int8), scale
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .adapters import AS_THEY_ARE
 from .noise import lasting_noise
 from .packing import Store
 from .seeds import derive_seed, set_random_state
@@ -27,6 +28,7 @@ class RoundContext:
     device: torch.device = torch.device("cpu")
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     store: Store = field(default_factory=Store)
+    adapter_codec: str = AS_THEY_ARE  # of the weights of federated averaging
     noise: float = 0.0  # standard deviation of what the client adds to its smashed data
     noise_secret: bytes | None = None  # of a client, for noise that lasts; None: drawn from the run's seed
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from .adapters import sent_form
 from .client_side import ClientSide
 from .clock import Clock
 from .context import Observations, RoundContext
@@ -123,4 +124,6 @@ class LocalLink(ClientLink):
         self.client.finish()
         self.client_seconds = self._clock.seconds()
         self.kept = self.client.kept
-        self.meter.federate({str(i): p for i, p in enumerate(self.client.trained)}, self.method.federated())
+        adapters = {str(i): p for i, p in enumerate(self.client.trained)}
+        codec = self.context.adapter_codec
+        self.meter.federate(sent_form(codec, adapters), sent_form(codec, self.method.federated()))

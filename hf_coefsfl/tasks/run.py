@@ -222,6 +222,7 @@ def summarize(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str
         "batch_size": args.per_device_train_batch_size,
         "learning_rate": args.learning_rate,
         "exchange_dtype": shown(args.exchange_codecs),
+        "adapter_codec": args.adapter_codec,
         "seed": args.seed,
         "scores": job.scores(metrics, evaluated),
         "higher_is_better": job.higher_is_better,  # of the first score

@@ -25,6 +25,7 @@ from ..analysis.plots import accuracy_curve, can_plot, plot_runs
 from ..analysis.tables import MIB, format_table
 from ..federation.sampling import num_sampled
 from ..methods import METHODS, WARM_UP_METHOD
+from ..protocol.adapters import AS_THEY_ARE
 from ..protocol.codecs import shown
 from .results import Results, evaluated_rounds, final_results, main_metric
 from .weights import Weights
@@ -255,6 +256,8 @@ class _Run:
             "exchange": shown(args.exchange_codecs),
             "seed": f"{args.seed}" + ("" if args.data_seed is None else f", and {args.data_seed} for the data"),
         }
+        if args.adapter_codec != AS_THEY_ARE:
+            settings["federated weights"] = f"{args.adapter_codec}, with error feedback"
         if args.keep_server_optimizer:
             settings["server's optimizer"] = "its state was averaged and kept over the rounds"
         if args.aggregation != "mean":

@@ -50,9 +50,11 @@ def check(site: Site, options: dict[str, Any], method: str) -> None:
     "options",
     [
         {"exchange_dtype": "int8", "num_rounds": 1},
-        {"exchange_codec": json.dumps(MIXED), "method": "coef_j", "warmup_rounds": 1},  # single batches, then a round
+        # Single batches, then a round.
+        {"exchange_codec": json.dumps(MIXED), "method": "coef_j", "warmup_rounds": 1, "adapter_codec": "bfloat16"},
+        {"adapter_codec": "int8", "method": "acc_sfl", "warmup_rounds": 1, "num_rounds": 3, "client_bound": 1.0},
     ],
-    ids=["int8", "mixed"],
+    ids=["int8", "mixed", "adapters"],
 )
 def test_small_chunks_and_other_dtypes(site: Site, options: dict[str, Any]) -> None:
     """Payloads that take many messages arrive whole; the client computes with what the server has seen."""

@@ -26,6 +26,7 @@ from hf_coefsfl.flower.roster import Roster
 from hf_coefsfl.flower.transport import Courier
 from hf_coefsfl.flower.wire import PROTOCOL
 from hf_coefsfl.methods import make_method
+from hf_coefsfl.protocol.adapters import ADAPTER_CODECS
 from hf_coefsfl.protocol.codecs import for_all_kinds
 from tests.support.federated import config
 from tests.support.forged import with_bodies
@@ -93,7 +94,7 @@ def finished(target: Target, link: FlowerLink) -> tuple[ClientReport, Tensor]:
     """Return the report and the weights of a client that has finished."""
     assert all(abs(link.observed.mean(name)) <= 1e15 for name in link.observed.values)
     client = torch.cat([link.trained[name].flatten() for name in target.deployment.client_parameters])
-    beside = [link.kept[name].flatten() for name in target.round.weights.auxiliary]
+    beside = [link.kept[name].flatten() for name in target.deployment.method.federated()]
     server = target.flat[0][len(client) : len(target.flat[0]) - sum(map(len, beside))]
     report = replace(target.reports[0], kept=target.reports[0].kept | link.kept)
     return report, torch.cat([client, server, *beside])
@@ -122,7 +123,8 @@ def targets(task: Task, folder: Path) -> Iterator[Target]:
             make_method(method).check_loss(task.loss_spec)
             codecs: list[Any] = [*for_all_kinds(), MIXED]
             chosen = codecs[(number + list(TASKS.values()).index(task.name)) % len(codecs)]
-            yield Target(task, method, chosen, folder / ".exchange", args, Accelerator(cpu=True))
+            adapters = ADAPTER_CODECS[number % len(ADAPTER_CODECS)]
+            yield Target(task, method, chosen, folder / ".exchange", args, Accelerator(cpu=True), adapters)
 
 
 def peak() -> int:
@@ -149,7 +151,7 @@ def test_answers(task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             assert time.monotonic() - start < SECONDS
             assert target.on_disk() <= DISK
         except BaseException as error:
-            error.add_note(f"seed {seed!r}, {target.codecs}")
+            error.add_note(f"seed {seed!r}, {target.codecs}, {target.adapter_codec}")
             raise
         tally[outcome.partition(":")[0]] += 1
     grown = peak() - before

@@ -21,8 +21,8 @@ from hf_coefsfl.config import SplitFedConfig
 from hf_coefsfl.federation.averaging import flatten, unflatten_
 from hf_coefsfl.federation.ledger import ClientReport
 from hf_coefsfl.federation.schedule import local_optimizer, set_mode
-from hf_coefsfl.flower.deployment import Deployment, _Round, _snapshot
-from hf_coefsfl.flower.link import FlowerLink, Turn
+from hf_coefsfl.flower.deployment import Deployment
+from hf_coefsfl.flower.link import FlowerLink
 from hf_coefsfl.flower.options import DeploymentOptions
 from hf_coefsfl.flower.roster import Member, Roster
 from hf_coefsfl.flower.transport import Courier, Deadline
@@ -31,7 +31,7 @@ from hf_coefsfl.methods import make_method
 from hf_coefsfl.protocol.client_side import ClientSide
 from hf_coefsfl.protocol.link import packed_upload
 from hf_coefsfl.protocol.loss import LossSpec
-from hf_coefsfl.protocol.messages import ClientResult, Message, Parameters
+from hf_coefsfl.protocol.messages import ClientResult, Message
 from hf_coefsfl.protocol.packing import Places
 from hf_coefsfl.protocol.wire import read_exchange, write_exchange, write_message
 from hf_coefsfl.split import SplitModel, split_model
@@ -105,6 +105,7 @@ class Target:
     folder: Path
     args: SplitFedConfig
     accelerator: Accelerator
+    adapter_codec: str
     answers: list[list[Answer]] = field(default_factory=list)  # of each client
     asked: list[Any] = field(default_factory=list)  # the batches of each upload, and "finish"
     reports: list[ClientReport] = field(default_factory=list)
@@ -113,7 +114,7 @@ class Target:
     def __post_init__(self) -> None:
         self.args = copy.copy(self.args)
         self.args.method, self.args.exchange_codec = self.method, self.codecs
-        self.args.client_bound = 5.0
+        self.args.client_bound, self.args.adapter_codec = 5.0, self.adapter_codec
         self.args.method_kwargs, self.args.output_dir = FEWER_PASSES.get(self.method), str(self.folder)
         self.grid = ReplayingGrid()
         courier, options = Courier(self.grid), DeploymentOptions(min_clients=1, round_timeout=60.0)
@@ -125,11 +126,8 @@ class Target:
         )
         set_mode(entry.split.server, self.args)
         server = self.deployment
-        federated = server.methods.of_round(0).federated()
-        weights = Parameters(_snapshot(server.client_parameters), _snapshot(federated))
-        trained = list(server.server_parameters.values())
         self.initial = flatten(server.averaged(0))
-        self.round = _Round(0, 1e-2, Turn(trained), weights, flatten(trained))
+        self.round = server._shared(0, 1e-2)
         for client in range(CLIENTS):
             self._record(client)
 
@@ -194,6 +192,7 @@ class HonestClient:
         self.method.setup(split, task.loss_spec, args.seed)
         context = server.round_context(0, client)
         optimizer = local_optimizer(args, self.parameters, 1e-2)
+        self.coded = target.round.coded
         self.side = ClientSide(split.client, task.batches[client], optimizer, context, task.loss_spec)
         self.file = target.folder / "honest"
         self.uploaded: tuple[list[int], Any] = ([], None)
@@ -210,7 +209,12 @@ class HonestClient:
                 self.side.finish()
                 observed = {name: torch.stack(values) for name, values in self.side.observed.values.items()}
                 adapters = {name: p.detach() for name, p in self.parameters.items()}
-                write_message(ClientResult(adapters, self.side.kept, observed), self.file)
+                kept = self.side.kept
+                if self.coded is not None:
+                    codecs, sent = self.coded.codecs, self.coded.sent
+                    adapters, _ = codecs["adapters"].encode_update(sent.adapters, adapters, None)
+                    kept, _ = codecs["auxiliary"].encode_update(sent.auxiliary, kept, None)
+                write_message(ClientResult(adapters, kept, observed), self.file)
         manifest, data = Manifest.of(self.file), self.file.read_bytes()
         self.file.unlink()
         counts = {"num_batches": 2, "num_samples": 2 * BATCH_SIZE, "seconds": 0.0}

@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {name: {"method": name} for name in sorted(ME
     "few clients": {"num_clients": 2, "participation": 1.0},  # a third process has none
     "lost clients": {"client_dropout_rate": 0.4, "on_client_failure": "skip", "seed": 1},
     "measured": {"staleness_probe": 1, "count_flops": True},
+    "adapters": {"adapter_codec": "int8", "method": "acc_sfl", "num_rounds": 3, "warmup_rounds": 1},
     "bounded": {"client_bound": 1.0, "method": "acc_sfl"},
     "trimmed mean, bounded": {"aggregation": "trimmed_mean", "client_bound": 1.0, "method": "gas"},
     "median": {"aggregation": "median", "method": "acc_sfl"},
@@ -52,7 +53,7 @@ def make(folder: Path, case: dict[str, Any]) -> SplitFedTrainer:
 
 def make_interrupted(folder: Path, name: str, **changes: Any) -> SplitFedTrainer:
     case = {"method": INTERRUPTED[name][0], "num_rounds": 5, "warmup_rounds": 1, "eval_steps": 1, "save_steps": 2}
-    return make(folder, case | {"save_strategy": "steps", "save_total_limit": 2} | changes)
+    return make(folder, case | {"save_strategy": "steps", "save_total_limit": 2, "adapter_codec": "int8"} | changes)
 
 
 def refuse(folder: Path, name: str) -> None:

@@ -64,6 +64,7 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "hub_strategy": (("end", "every_save"), ("checkpoint", "all_checkpoints")),
     "blocks": ((None,), ("no.such.blocks", "")),
     "exchange_dtype": (("float32", "bfloat16", "float16", "int8", "int4"), ("int5", None, 8, "topk8")),
+    "adapter_codec": (("float32", "bfloat16", "int8"), ("float16", "int4", None, 8)),
     "exchange_codec": (
         (None, {}, {"gradients": "int3"}, '{"curvature": "int4_stochastic"}'),
         (

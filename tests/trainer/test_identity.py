@@ -22,7 +22,7 @@ DECIDING: dict[str, Any] = {
     "adam_epsilon": 1e-4, "per_device_train_batch_size": 5, "dataloader_drop_last": True, "local_epochs": 2,
     "train_sampling_strategy": "group_by_length",
     "participation": 0.6, "client_dropout_rate": 0.2, "dropout": "off", "exchange_dtype": "int8", "smashed_noise": 0.1,
-    "exchange_codec": {"gradients": "int4"},
+    "exchange_codec": {"gradients": "int4"}, "adapter_codec": "int8",
     "warmup_rounds": 2, "partition": "dirichlet", "method": "reuse", "method_kwargs": {"num_projections": 2},
 }  # fmt: skip
 SHOWN = {"method_kwargs": "method option num_projections", "exchange_codec": "exchange_dtype"}

@@ -22,6 +22,7 @@ def test_resume_is_bit_identical(tmp_path: Path) -> None:
         "eval_steps": 1,
         "lr_scheduler_type": "cosine",
         "exchange_codec": MIXED,
+        "adapter_codec": "int8",
     }
     whole = trainer(tmp_path / "whole", **changes)
     whole.train()
@@ -34,6 +35,8 @@ def test_resume_is_bit_identical(tmp_path: Path) -> None:
     assert same(weights(whole), weights(resumed))
     assert rounds(whole) == rounds(resumed)
     assert whole.ledger == resumed.ledger
+    assert whole.rounds is not None and resumed.rounds is not None
+    assert same(whole.rounds.state_dict(), resumed.rounds.state_dict())  # residuals
     keep = ("eval_loss", "eval_accuracy", "step")
     evals = [[{k: e[k] for k in keep} for e in r.state.log_history if "eval_loss" in e] for r in (whole, resumed)]
     assert evals[0] == evals[1] and len(evals[0]) == 5

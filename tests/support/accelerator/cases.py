@@ -87,6 +87,7 @@ COMPARED: dict[str, dict[str, Any]] = {
     "int8": {"exchange_dtype": "int8"},
     "int4": {"exchange_dtype": "int4"},
     "codecs": {"exchange_codec": {"gradients": "int3_stochastic", "curvature": "topk8"}},
+    "adapters": {"adapter_codec": "int8", "method": "acc_sfl", "num_rounds": 2},
     "int8 in a file": {"exchange_dtype": "int8", "exchange_memory_limit": 0, "method": "ggn"},
     "gradient checkpointing": {"gradient_checkpointing": True},
     "full fine-tuning": {"full_finetuning": True, "kind": "vit"},
@@ -108,7 +109,8 @@ COARSE = 0.05  # a value that rounds to the other side moves by 1/127 of the lar
 
 def compared(folder: Path, **changes: Any) -> None:
     ours, theirs = (trained(folder / device, device, **ONE_ROUND | changes) for device in (DEVICE, HOST))
-    is_coarse = "exchange_codec" in changes or changes.get("exchange_dtype", "").startswith("int")
+    coarse = {"exchange_codec", "adapter_codec"} & changes.keys()
+    is_coarse = coarse or changes.get("exchange_dtype", "").startswith("int")
     assert_close(ours, theirs, COARSE if is_coarse else AMPLIFIED.get(ours.args.method, TOLERANCE))
 
 
