@@ -57,14 +57,18 @@ from pathlib import Path
 from hf_coefsfl.flower import server_app as app
 from hf_coefsfl.flower.transport import Courier
 from hf_coefsfl.flower.deployment import Deployment
-from hf_coefsfl.flower.wire import chunk_of
+from hf_coefsfl.flower.wire import content
 
 ask, run_round, asked = Courier.ask, Deployment.run_round, []
 
 
+def payload(records):
+    return sum(len(value) for value in records["header"].values() if isinstance(value, bytes))
+
+
 def counted(self, node, kind, header, chunk, deadline):
     reply = ask(self, node, kind, header, chunk, deadline)
-    asked.append([kind, len(chunk_of(reply)) if "payload" in reply else 0, len(chunk or b"")])
+    asked.append([kind, payload(reply), payload(content({{}}, chunk))])
     return reply
 
 
