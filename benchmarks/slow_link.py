@@ -26,6 +26,7 @@ class Connection:
     """A connection of HTTP/1.1, which has one request at a time."""
 
     request: str = "other"  # the last part of its path
+    is_answered: bool = True
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Seen:
 class Lane:
     """One direction of a link. Its connections share the rate, and every byte arrives later by the delay."""
 
-    def __init__(self) -> None:
+    def __init__(self, asks: bool) -> None:
+        self.asks = asks  # whether requests come here, or answers
         self.rate, self.delay = math.inf, 0.0  # bytes per second, seconds
         self.seen: list[Seen] = []
         self._free = 0.0  # when all that came so far is through
@@ -59,8 +61,10 @@ class Lane:
         while True:
             data = await source.read(CHUNK)
             # A request begins with a read: it is sent when the answer to the last one has come.
-            if begins := data.startswith(b"POST /"):
+            begins = self.asks and connection.is_answered and data.startswith(b"POST /")
+            if begins:
                 connection.request = data.split(b" ", 2)[1].rsplit(b"/", 1)[1].decode()
+            connection.is_answered = not self.asks
             self.seen.append(Seen(time.time(), len(data), connection.request, begins))
             now = time.monotonic()
             # A bucket of tokens, told by the time at which it will be empty.
@@ -91,7 +95,7 @@ class Proxy:
     """Passes the connections of one client on to a port of this machine, both directions as lanes, in a thread."""
 
     def __init__(self, target: int):
-        self.target, self.up, self.down = target, Lane(), Lane()
+        self.target, self.up, self.down = target, Lane(asks=True), Lane(asks=False)
         self.loop, self._copies = asyncio.new_event_loop(), set[asyncio.Future[None]]()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
