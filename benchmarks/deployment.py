@@ -276,7 +276,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "sick_nli")
     parser.add_argument("--cold", action="store_true", help="use flower-supernode, which starts a process per message")
     parser.add_argument("--keep", type=Path, help="keep logs and results in this folder")
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    parser.add_argument("--json", type=Path, help="write the figures here after each run, too")
     options = parser.parse_args()
     options.model, options.data = options.model.resolve(), options.data.resolve()
     for needed in (options.model / "config.json", options.data / "train.parquet", options.data / "test.parquet"):
@@ -309,6 +309,8 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
                     proxy.limit(*limits)
                 for method in options.methods:
                     runs.append(site.deploy(flower, proxies, method, link))
+                    if options.json is not None:
+                        options.json.write_text(json.dumps({"simulated": simulated, "runs": runs}, indent=1) + "\n")
                     print(f"{method}, {link}: {runs[-1]['seconds']:.1f} s/round", file=sys.stderr, flush=True)
             start = time.time()
             time.sleep(IDLE)
@@ -344,9 +346,6 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
     print("Messages: of a client. Computing: of the server for all clients, and of one client; they overlap in part.")
     columns = {"method": "", "messages": ".1f", "up, MiB": ".2f", "down, MiB": ".2f", "computing, s": ".1f"}
     print(format_table(speeds, columns | {f"{link}, s": ".1f" for link in links}))
-    if options.json is not None:
-        figures = {"simulated": simulated, "runs": runs, "idle_bytes_per_second": idle}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":
