@@ -1,12 +1,14 @@
 """Measures bytes and seconds of a run over Flower, against the ledger and the simulation, also over a slow link.
 
-python benchmarks/deployment.py [--rate 20] [--delay 50] [--rows 96] [--rounds 2] [--methods vanilla coef_j]
+python benchmarks/deployment.py [--rates 10 100] [--delay 50] [--rows 48] [--rounds 2] [--methods vanilla coef_j ...]
+
+A method may have a codec of the exchange behind a colon: coef_p:compact, or JSON as in
+'coef_p:{"smashed_data": "int3", "gradients": "topk8"}'.
 
 The script runs a real SuperLink and two real SuperNodes on this machine. Each SuperNode reaches the SuperLink through
-a TCP proxy of its own, which counts every byte and can be slow: it lets `--rate` Mbit/s through in each direction, each
-byte arrives `--delay` ms later, and opening a connection takes a round trip. The proxies see what a client's network
-would carry above TCP. HTTP headers and Flower's polling count. The headers of TCP and IP and TCP's slow start do not,
-and there is no TLS. Seconds are wall-clock time.
+a TCP proxy of its own (slow_link.py), which counts every byte and can be slow: `--rates` Mbit/s pass in each direction,
+and each byte arrives `--delay` ms later. HTTP headers and Flower's polling count, and there is no TLS. Seconds are
+wall-clock time.
 
 Wire bytes are counted from the beginning of the first round to the end of the last. The start of a run (sending the
 app, introductions) is not part of the ledger. The column "whole run" includes it, and everything else before and after
@@ -20,16 +22,12 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import argparse
-import asyncio
 import contextlib
 import json
-import math
 import shutil
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +35,7 @@ import torch
 from datasets import Dataset, load_dataset
 from datasets.utils.logging import disable_progress_bar
 from loopback import APP, ROOT, Loopback
+from slow_link import Proxy
 from transformers.utils import logging
 
 from hf_coefsfl.analysis.tables import MIB, format_table
@@ -46,8 +45,8 @@ from hf_coefsfl.tasks.run import make_trainer
 
 CLIENTS, CUT, TEST_ROWS = 2, 2, 32
 IDLE = 20  # seconds for which nodes without work are watched
-CHUNK, BUCKET, IN_FLIGHT = 2**14, 2**15, 512  # bytes, bytes, chunks
-UNLIMITED = "unlimited"
+UNLIMITED = "no limit"
+METHODS = ["vanilla", "coef_j", "coef_p:compact", 'coef_p:{"smashed_data": "int3", "gradients": "topk8"}']
 ROUNDS = "rounds.jsonl"
 # The app of recipes/flower, which also writes down when each round began and ended, and what its messages held.
 SERVER_APP = f"""
@@ -58,14 +57,18 @@ from pathlib import Path
 from hf_coefsfl.flower import server_app as app
 from hf_coefsfl.flower.transport import Courier
 from hf_coefsfl.flower.deployment import Deployment
-from hf_coefsfl.flower.wire import chunk_of
+from hf_coefsfl.flower.wire import content
 
 ask, run_round, asked = Courier.ask, Deployment.run_round, []
 
 
+def payload(records):
+    return sum(len(value) for value in records["header"].values() if isinstance(value, bytes))
+
+
 def counted(self, node, kind, header, chunk, deadline):
     reply = ask(self, node, kind, header, chunk, deadline)
-    asked.append([kind, len(chunk_of(reply)) if "payload" in reply else 0, len(chunk or b"")])
+    asked.append([kind, payload(reply), payload(content({{}}, chunk))])
     return reply
 
 
@@ -82,101 +85,6 @@ def timed(self, *args, **kwargs):
 Courier.ask, Deployment.run_round = counted, timed
 __all__ = ["app"]
 """
-
-
-# ---- The link ----
-
-
-class Lane:
-    """One direction of a link. Its connections share the rate, and every byte arrives later by the delay."""
-
-    def __init__(self) -> None:
-        self.rate, self.delay = math.inf, 0.0  # bytes per second, seconds
-        self.seen: list[tuple[float, int]] = []  # when how many bytes came
-        self._free = 0.0  # when all that came so far is through
-
-    def carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> list[Coroutine[Any, Any, None]]:
-        """Return what copies a connection in this direction, up to and with its end."""
-        flying: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(IN_FLIGHT)
-        return [self._take(source, flying), self._give(flying, sink)]
-
-    async def _take(self, source: asyncio.StreamReader, flying: asyncio.Queue[tuple[float, bytes]]) -> None:
-        while True:
-            data = await source.read(CHUNK)
-            self.seen.append((time.time(), len(data)))
-            now = time.monotonic()
-            # A bucket of tokens, told by the time at which it will be empty.
-            self._free = through = max(self._free, now - BUCKET / self.rate) + len(data) / self.rate
-            if through > now:
-                await asyncio.sleep(through - now)
-            await flying.put((max(through, now) + self.delay, data))
-            if not data:
-                return
-
-    async def _give(self, flying: asyncio.Queue[tuple[float, bytes]], sink: asyncio.StreamWriter) -> None:
-        while True:
-            due, data = await flying.get()
-            if (left := due - time.monotonic()) > 0:
-                await asyncio.sleep(left)
-            if not data:
-                sink.write_eof()
-                return
-            sink.write(data)
-            await sink.drain()
-
-    def count(self, start: float, end: float) -> int:
-        """Return the bytes that came in a time."""
-        return sum(number for when, number in list(self.seen) if start <= when <= end)
-
-
-class Proxy:
-    """Passes the connections of one client on to a port of this machine, both directions as lanes, in a thread."""
-
-    def __init__(self, target: int):
-        self.target, self.up, self.down = target, Lane(), Lane()
-        self.loop, self._copies = asyncio.new_event_loop(), set[asyncio.Future[None]]()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self._thread.start()
-        self._server = asyncio.run_coroutine_threadsafe(
-            asyncio.start_server(self._serve, "127.0.0.1", 0), self.loop
-        ).result()
-        self.port: int = self._server.sockets[0].getsockname()[1]
-
-    def limit(self, rate: float = math.inf, delay: float = 0.0) -> None:
-        """From here on, let so many bytes per second through in each direction, each later by the delay."""
-        for lane in (self.up, self.down):
-            lane.rate, lane.delay = rate, delay
-
-    def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._end(), self.loop).result()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-
-    async def _end(self) -> None:
-        self._server.close()
-        for task in self._copies:
-            task.cancel()
-        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            await asyncio.sleep(self.up.delay + self.down.delay)  # of a handshake
-            their_reader, their_writer = await asyncio.open_connection("127.0.0.1", self.target)
-        except OSError:
-            writer.close()
-            return
-        copies = [*self.up.carry(reader, their_writer), *self.down.carry(their_reader, writer)]
-        tasks = {asyncio.ensure_future(copy) for copy in copies}
-        self._copies |= tasks
-        try:  # an end in one direction leaves the other open, a broken connection closes both
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._copies -= tasks
-            writer.close()
-            their_writer.close()
 
 
 # ---- A run ----
@@ -218,7 +126,7 @@ class Site:
     def simulate(self, method: str) -> dict[str, Any]:
         """Run all in this process; return its seconds per round and its ledger."""
         data = {"dataset_name": str(self.folder / "all"), "partition": "column", "partition_column": "client"}
-        place = {"method": method, "output_dir": str(self.folder / f"{method}-simulated")}
+        place = asked_for(method) | {"output_dir": str(self.folder / f"{plain(method)}-simulated")}
         options = read_run_config(self.common | data | place)
         trainer, _ = make_trainer(options.task(options.arguments, keep="client"), options.config)
         run_round, seconds = trainer.rounds.run_round, []
@@ -236,8 +144,8 @@ class Site:
 
     def deploy(self, flower: Loopback, proxies: list[Proxy], method: str, link: str) -> dict[str, Any]:
         """Run over Flower; return what it took."""
-        output = self.folder / f"{method}-{link.replace('/', ' per ').replace(' ', '_')}"
-        place = {"method": method, "dataset_name": str(self.folder / "server"), "output_dir": str(output)}
+        output = self.folder / f"{plain(method)}-{plain(link)}"
+        place = asked_for(method) | {"dataset_name": str(self.folder / "server"), "output_dir": str(output)}
         before, begin = retries(flower), time.time()
         said = flower.run(self.common | place | {"min_clients": CLIENTS}, timeout=3600, app=self.app)
         end = time.time()
@@ -258,6 +166,7 @@ class Site:
             "ledger": [sum(ledger["total"][way].values()) for way in ("up", "down")],
             "payload": [sum(up for _, up, _ in messages), sum(down for _, _, down in messages)],
             "wire": [sum(getattr(p, way).count(first, last) for p in proxies) for way in ("up", "down")],
+            "requests": added([p.requests(first, last) for p in proxies]),
             "whole run": sum(lane.count(begin, end) for p in proxies for lane in (p.up, p.down)),
             "retries": retries(flower) - before,
             "watched": last - first,
@@ -267,6 +176,26 @@ class Site:
             "messages": len(messages) / len(rounds) / CLIENTS,
             "exchanges": ledger["total"]["transfers"] / len(rounds) / CLIENTS,
         }
+
+
+def asked_for(method: str) -> dict[str, str]:
+    """Return the options of METHOD or METHOD:CODEC."""
+    name, _, codec = method.partition(":")
+    return {"method": name} | ({"exchange_codec": codec} if codec else {})
+
+
+def plain(text: str) -> str:
+    """Return a text as a part of a file's name."""
+    return "".join(letter if letter.isalnum() else "_" for letter in text)
+
+
+def added(counts: list[dict[str, list[int]]]) -> dict[str, list[int]]:
+    """Return the sums of what the proxies have counted."""
+    total: dict[str, list[int]] = {}
+    for each in counts:
+        for name, numbers in each.items():
+            total[name] = [a + b for a, b in zip(total.get(name, [0, 0, 0]), numbers, strict=True)]
+    return total
 
 
 def retries(flower: Loopback) -> int:
@@ -306,35 +235,48 @@ def time_row(run: dict[str, Any], simulated: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def link_row(run: dict[str, Any], free: dict[str, Any], rate: float, rounds: int) -> dict[str, Any]:
-    each = sum(run["wire"]) / CLIENTS / rounds
+def request_rows(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what a message costs beside its payload, by request."""
+    messages = run["messages"] * len(run["rounds"]) * CLIENTS
+    rows = []
+    for name, (number, up, down) in sorted(run["requests"].items()):
+        up -= run["payload"][0] if name == "push-object" else 0
+        down -= run["payload"][1] if name == "pull-object" else 0
+        rows.append({"request": name, "number": number / messages, "up": up / messages, "down": down / messages})
+    total = {column: sum(row[column] for row in rows) for column in ("number", "up", "down")}
+    return [*rows, {"request": "all", **total}]
+
+
+def speed_row(method: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the seconds of a method's round on each link, and its bytes on the wire without a limit."""
+    mine = [run for run in runs if run["method"] == method]
+    free = next(run for run in mine if run["link"] == UNLIMITED)
+    rounds = len(free["rounds"])
     return {
-        "method": run["method"],
-        "link": run["link"],
-        "MiB/round": sum(run["ledger"]) / rounds / MIB,
-        "wire, MiB/round": sum(run["wire"]) / rounds / MIB,
-        "exchanges": run["exchanges"],
-        "messages": run["messages"],
-        "s/round": run["seconds"],
-        "computing, s": run["computing"],
-        "more than unlimited, s": run["seconds"] - free["seconds"],
-        "bytes/rate, s": each / rate if run is not free else None,
+        "method": method,
+        "messages": free["messages"],
+        "up, MiB": free["wire"][0] / rounds / MIB,
+        "down, MiB": free["wire"][1] / rounds / MIB,
+        "computing, s": free["computing"],
+        **{f"{run['link']}, s": run["seconds"] for run in mine},
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rate", type=float, default=20.0, help="Mbit/s of the slow link, each way, of each client")
+    parser.add_argument(
+        "--rates", type=float, nargs="*", default=[10.0, 100.0], help="Mbit/s of the links, each way, of each client"
+    )
     parser.add_argument("--delay", type=float, default=50.0, help="ms by which it delays, each way")
-    parser.add_argument("--rows", type=int, default=96, help="of each client")
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--rows", type=int, default=48, help="of each client")
+    parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--methods", nargs="+", default=["vanilla", "coef_j"])
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="METHOD or METHOD:CODEC")
     parser.add_argument("--model", type=Path, default=ROOT.parent / "shared" / "models" / "granite-30m-roberta")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "sick_nli")
     parser.add_argument("--cold", action="store_true", help="use flower-supernode, which starts a process per message")
     parser.add_argument("--keep", type=Path, help="keep logs and results in this folder")
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    parser.add_argument("--json", type=Path, help="write the figures here after each run, too")
     options = parser.parse_args()
     options.model, options.data = options.model.resolve(), options.data.resolve()
     for needed in (options.model / "config.json", options.data / "train.parquet", options.data / "test.parquet"):
@@ -350,7 +292,8 @@ def main() -> None:
 
 
 def measure(folder: Path, options: argparse.Namespace) -> None:
-    rate, slow = options.rate * 1e6 / 8, f"{options.rate:g} Mbit/s, {options.delay:g} ms"
+    links: dict[str, tuple[float, ...]] = {UNLIMITED: ()}
+    links |= {f"{rate:g} Mbit/s": (rate * 1e6 / 8, options.delay / 1000) for rate in options.rates}
     with contextlib.redirect_stdout(sys.stderr):
         site = Site(folder, options)
         simulated = {method: site.simulate(method) for method in options.methods}
@@ -361,11 +304,13 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
         with flower:
             for client, proxy in enumerate(proxies):
                 flower.start_node(site.node_config(client), port=proxy.port)
-            for link in (UNLIMITED, slow):
+            for link, limits in links.items():
                 for proxy in proxies:
-                    proxy.limit(*() if link == UNLIMITED else (rate, options.delay / 1000))
+                    proxy.limit(*limits)
                 for method in options.methods:
                     runs.append(site.deploy(flower, proxies, method, link))
+                    if options.json is not None:
+                        options.json.write_text(json.dumps({"simulated": simulated, "runs": runs}, indent=1) + "\n")
                     print(f"{method}, {link}: {runs[-1]['seconds']:.1f} s/round", file=sys.stderr, flush=True)
             start = time.time()
             time.sleep(IDLE)
@@ -377,7 +322,7 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
     free = {run["method"]: run for run in runs if run["link"] == UNLIMITED}
     wire = [wire_row(run, idle) for run in runs]
     times = [time_row(free[m], simulated[m]) for m in options.methods]
-    links = [link_row(run, free[run["method"]], rate, options.rounds) for run in runs]
+    speeds = [speed_row(method, runs) for method in options.methods]
     print(f"{CLIENTS} clients of {options.rows} rows, batches of {options.batch_size}, {options.rounds} rounds.")
     print("Flower's own time and bytes for each message are in all that follows.\n")
     print("Bytes on the wire against the ledger: all, by direction, and as far as they are payload or polling.")
@@ -392,20 +337,15 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
     print("\nSeconds of a round without a limit, against the same run in one process. Messages: per client and round.")
     columns = {"method": "", "simulation, s/round": ".2f", "Flower, s/round": ".2f", "ratio": ".1f", "messages": ".1f"}
     print(format_table(times, columns | {"beyond it, s/message": ".2f", "same ledger": ""}))
-    print("\nOver a slow link, and without a limit. Exchanges, messages and bytes/rate: per client and round.")
-    print("Computing: of the server for all clients, and of one client; they overlap in part.")
-    columns = {"method": "", "link": "", "MiB/round": ".2f", "wire, MiB/round": ".2f", "exchanges": ".1f"}
-    columns |= {
-        "messages": ".1f",
-        "s/round": ".1f",
-        "computing, s": ".1f",
-        "more than unlimited, s": ".1f",
-        "bytes/rate, s": ".1f",
-    }
-    print(format_table(links, columns))
-    if options.json is not None:
-        figures = {"simulated": simulated, "runs": runs, "idle_bytes_per_second": idle}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    for method in options.methods:
+        print(f"\n{method}: requests of a message, and their bytes beside the payload. Pulls include polling.")
+        print(format_table(request_rows(free[method]), {"request": "", "number": ".2f", "up": ".0f", "down": ".0f"}))
+    print(
+        f"\nSeconds of a round; slow links delay by {options.delay:g} ms each way. Bytes: on the wire, of all clients."
+    )
+    print("Messages: of a client. Computing: of the server for all clients, and of one client; they overlap in part.")
+    columns = {"method": "", "messages": ".1f", "up, MiB": ".2f", "down, MiB": ".2f", "computing, s": ".1f"}
+    print(format_table(speeds, columns | {f"{link}, s": ".1f" for link in links}))
 
 
 if __name__ == "__main__":

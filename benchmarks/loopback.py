@@ -30,7 +30,7 @@ def free_port() -> int:
 
 
 def as_config(values: dict[str, Any]) -> str:
-    """Return a node or run config as Flower's commands take it."""
+    """Return a node config as Flower's commands take it."""
     return " ".join(f"{name}={json.dumps(value)}" for name, value in values.items())
 
 
@@ -106,7 +106,9 @@ class Loopback:
 
     def run(self, run_config: dict[str, Any], timeout: float = 600.0, app: Path = APP) -> str:
         """Run the app until it ends; return what it printed."""
-        command = ["flwr", "run", str(app), "local", "--stream", "--run-config", as_config(run_config)]
+        config = self.folder / "run.toml"  # a file may have quotes in its values, a command line may not
+        config.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in run_config.items()))
+        command = ["flwr", "run", str(app), "local", "--stream", "--run-config", str(config)]
         return self.command(command, timeout)
 
     def register(self, key: Path, client: int) -> str:

@@ -2,6 +2,9 @@
 
 A node that was killed counts as online until its heartbeat runs out, a minute later at most. Until then the SuperLink
 does not activate another process with the same key, and Flower's own command gives up at once.
+
+It also looks for the next message at better times. Flower's command looks at once after an answer, when nothing can be
+there yet, and then every three seconds.
 """
 
 from __future__ import annotations
@@ -18,10 +21,19 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 
 logger = logging.getLogger("flwr")
 _PAUSE, _LONGEST_PAUSE, _GROWTH = 5.0, 60.0, 1.5  # seconds between two attempts, and how they grow
+_LOOKS = (0.5, 1.0, 2.0)  # seconds before each of the first looks for a message after an answer; then Flower's pauses
 
 
 class PatientClient(FleetHttpClient):
-    """Asks to be activated until it is; the user may stop it at any time."""
+    """Asks to be activated until it is; the user may stop it at any time.
+
+    After an answer it looks for the next message with growing pauses.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._client.headers.clear()  # what HTTP does not need: each request of a message has them
+        self._looks: list[float] = []
 
     def ActivateNode(self, request: Any) -> Any:
         """Activate the node; if the SuperLink refuses, try again after a pause."""
@@ -41,6 +53,20 @@ class PatientClient(FleetHttpClient):
                 )
             time.sleep(pause)
             pause = min(pause * _GROWTH, _LONGEST_PAUSE)
+
+    def PushMessages(self, request: Any) -> Any:
+        """Announce an answer, whose parts follow."""
+        self._looks = list(_LOOKS)
+        return super().PushMessages(request)
+
+    def PullMessages(self, request: Any) -> Any:
+        """Look for a message; after an answer, several times."""
+        while self._looks:
+            time.sleep(self._looks.pop(0))
+            found = super().PullMessages(request)
+            if found.messages_list or not self._looks:
+                return found
+        return super().PullMessages(request)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from flwr.app import Context, Message, RecordDict
 
 from .._io import sync
 from .lasting import lasting_folder
-from .wire import chunk_of, header_of
+from .wire import chunk_of, has_chunk, header_of
 
 AUDIT_LOG = "audit.jsonl"
 
@@ -41,7 +41,7 @@ def note(reply: Message, kind: str, context: Context) -> None:
 def sums_of(records: RecordDict) -> dict[str, Any]:
     """Return size and checksum of a message: of its header as JSON with sorted keys, followed by its chunk, if any."""
     header = json.dumps(header_of(records), sort_keys=True, default=repr).encode()
-    return _sums(header, chunk_of(records) if "payload" in records else b"")
+    return _sums(header, chunk_of(records) if has_chunk(records) else b"")
 
 
 def _sums(*parts: bytes) -> dict[str, Any]:

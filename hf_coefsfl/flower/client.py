@@ -34,6 +34,7 @@ from .wire import (
     TransferError,
     chunk_of,
     content,
+    has_chunk,
     header_of,
     integer,
     read_chunk,
@@ -146,7 +147,7 @@ def step(message: Message, context: Context) -> Message:
     payload = None
     if manifest is not None:
         incoming = Incoming(folder / _INBOX, manifest)
-        if "payload" in message.content:
+        if has_chunk(message.content):
             incoming.path.unlink(missing_ok=True)
             incoming.append(0, chunk_of(message.content, _LARGEST_CHUNK))
         payload = incoming.check()

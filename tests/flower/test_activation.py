@@ -1,5 +1,6 @@
 """A SuperNode that the SuperLink does not let in yet tries again."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -24,6 +25,20 @@ class Link:
         body = {"code": int(self.code), "detail": "Failed to activate SuperNode."}
         asked = httpx.Request("POST", "http://link")
         raise httpx.HTTPStatusError("412", request=asked, response=httpx.Response(412, json=body, request=asked))
+
+
+class Letters:
+    """A SuperLink in which a message lies at the n-th look."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int):
+        self.looks, self.at, self.pauses = 0, at, list[float]()
+        monkeypatch.setattr(FleetHttpClient, "PullMessages", self._look)
+        monkeypatch.setattr(FleetHttpClient, "PushMessages", lambda client, request: None)
+        monkeypatch.setattr(activation.time, "sleep", self.pauses.append)
+
+    def _look(self, request: Any) -> Any:
+        self.looks += 1
+        return SimpleNamespace(messages_list=["message"] if self.looks == self.at else [])
 
 
 def activated(link: Link, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -51,6 +66,25 @@ def test_it_tries_until_it_is_let_in(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert link.pauses[0] == 5.0 and link.pauses[-1] == 60.0 and link.pauses == sorted(link.pauses)
     assert len(link.pauses) == 20 and sum(link.pauses[:5]) < 70  # the former process counts for a minute
     assert caplog.text.count("Failed to activate SuperNode. Either the SuperLink still takes a former process") == 20
+
+
+@pytest.mark.parametrize(("at", "pauses"), [(1, [0.5]), (2, [0.5, 1.0]), (3, [0.5, 1.0, 2.0]), (4, [0.5, 1.0, 2.0])])
+def test_it_looks_again_soon_after_an_answer(monkeypatch: pytest.MonkeyPatch, at: int, pauses: list[float]) -> None:
+    """Once the pauses are as long as Flower's, an empty look ends the call: the loop of Flower goes on."""
+    letters = Letters(monkeypatch, at)
+    client: Any = fleet_http_connection.FleetHttpClient.from_server_address("127.0.0.1:1", True, None, [])
+    client.PushMessages(None)
+    assert bool(client.PullMessages(None).messages_list) == (at < 4)
+    assert (letters.pauses, letters.looks) == (pauses, min(at, 3))
+    letters.at = 0
+    if at == 4:
+        assert not client.PullMessages(None).messages_list and letters.looks == 4 and letters.pauses == pauses
+
+
+def test_a_request_has_only_the_headers_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    client: Any = fleet_http_connection.FleetHttpClient.from_server_address("127.0.0.1:1", True, None, [])
+    request = client._client.build_request("POST", "http://127.0.0.1:1/x", content=b"1", headers={"accept": "a"})
+    assert set(request.headers) == {"host", "content-length", "accept"}
 
 
 def test_other_errors_end_it(monkeypatch: pytest.MonkeyPatch) -> None:

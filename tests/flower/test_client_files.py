@@ -8,7 +8,7 @@ from flwr.app import Context, RecordDict
 
 from hf_coefsfl.flower import client
 from hf_coefsfl.flower.errors import Code
-from hf_coefsfl.flower.wire import PROTOCOL, chunk_of, content
+from hf_coefsfl.flower.wire import PROTOCOL, chunk_of, content, has_chunk
 from tests.support.deployed import ask
 
 CONTEXT = Context(1, 1, {"partition-id": 0}, RecordDict(), {})
@@ -29,7 +29,7 @@ def told(kind: str, chunk: bytes | None = None, **changes: Any) -> Any:
     reply = ask(f"query.{kind}", content(HEADER | changes, chunk), CONTEXT)
     if reply.has_error():
         return reply.error.code
-    return chunk_of(reply.content) if "payload" in reply.content else None
+    return chunk_of(reply.content) if has_chunk(reply.content) else None
 
 
 def test_a_client_has_limits_of_its_own(

@@ -8,7 +8,7 @@ import pytest
 from flwr.app import Message
 
 from hf_coefsfl import METHODS
-from hf_coefsfl.flower.wire import chunk_of, header_of
+from hf_coefsfl.flower.wire import chunk_of, has_chunk, header_of
 from hf_coefsfl.protocol.server_side import ServerSide
 from tests.support.deployed import LONG, Site
 from tests.support.federated import FEWER_PASSES, rounds, same, weights
@@ -64,7 +64,7 @@ def test_small_chunks_and_other_dtypes(site: Site, options: dict[str, Any]) -> N
     kinds = [message.metadata.message_type for message in grid.sent]
     assert kinds.count("query.fetch") > 4 and kinds.count("query.deliver") > 4
     for message in (*grid.sent, *grid.received):
-        if "payload" in message.content:
+        if has_chunk(message.content):
             assert len(chunk_of(message.content)) <= 1000
 
 

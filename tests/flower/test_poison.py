@@ -10,7 +10,7 @@ from flwr.app import Message
 
 from hf_coefsfl.federation.simulation import Simulation
 from hf_coefsfl.flower.checks import Declared
-from hf_coefsfl.flower.wire import TransferError, chunk_of, content, header_of
+from hf_coefsfl.flower.wire import TransferError, chunk_of, content, has_chunk, header_of
 from hf_coefsfl.protocol.messages import SmashedData
 from hf_coefsfl.protocol.packing import Exchange, Store
 from tests.support.deployed import Site
@@ -60,7 +60,7 @@ def test_a_client_is_weighted_by_samples_that_it_has_sent(three: Site) -> None:
         if node != HOSTILE or "num_samples" not in header_of(reply.content):
             return reply
         records = reply.content
-        chunk = chunk_of(records) if "payload" in records else None
+        chunk = chunk_of(records) if has_chunk(records) else None
         return forged(message, reply, content(header_of(records) | {"num_samples": 900}, chunk))
 
     trainer, _ = three.deployed(fault, num_rounds=1)

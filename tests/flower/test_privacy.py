@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load, load_file
 from transformers import ViTImageProcessor
 
-from hf_coefsfl.flower.wire import chunk_of, header_of
+from hf_coefsfl.flower.wire import chunk_of, has_chunk, header_of
 from tests.support.deployed import ImageSite, LocalGrid, Site, client_process
 from tests.support.federated import same, weights
 
@@ -68,7 +68,7 @@ def payloads(grid: LocalGrid) -> list[bytes]:
     found = []
     for message in (*grid.sent, *grid.received):
         found.append(json.dumps({k: str(v) for k, v in header_of(message.content).items()}).encode())
-        if "payload" in message.content:
+        if has_chunk(message.content):
             found.append(chunk_of(message.content))
     return found
 

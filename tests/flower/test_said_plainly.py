@@ -15,7 +15,7 @@ from hf_coefsfl.flower.client_node import ClientNode
 from hf_coefsfl.flower.errors import ClientFailure
 from hf_coefsfl.flower.options import LABELS_ARE_TEXT, read_run_config
 from hf_coefsfl.flower.server import serve
-from hf_coefsfl.flower.wire import chunk_of
+from hf_coefsfl.flower.wire import chunk_of, has_chunk
 from hf_coefsfl.trainer.model_card import write_card
 from tests.support.deployed import LocalGrid, Site
 from tests.support.words import WORDS, words_tokenizer
@@ -68,7 +68,7 @@ def test_a_language_model_is_deployed_only_if_asked_for(writers: Writers) -> Non
 
 def read_off(message: Message) -> list[str]:
     """Return the texts that the labels of a message spell."""
-    tensors = load(chunk_of(message.content)) if message.has_content() and "payload" in message.content else {}
+    tensors = load(chunk_of(message.content)) if message.has_content() and has_chunk(message.content) else {}
     rows = [row for name, t in tensors.items() if "labels" in name and t.dim() == 2 for row in t.tolist()]
     return [" ".join(WORDS[token] for token in row if token > 5) for row in rows]
 

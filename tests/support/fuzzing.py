@@ -26,7 +26,7 @@ from hf_coefsfl.flower.link import FlowerLink
 from hf_coefsfl.flower.options import DeploymentOptions
 from hf_coefsfl.flower.roster import Member, Roster
 from hf_coefsfl.flower.transport import Courier, Deadline
-from hf_coefsfl.flower.wire import Manifest, chunk_of, content, header_of
+from hf_coefsfl.flower.wire import Manifest, chunk_of, content, has_chunk, header_of
 from hf_coefsfl.methods import make_method
 from hf_coefsfl.protocol.client_side import ClientSide
 from hf_coefsfl.protocol.link import packed_upload
@@ -83,7 +83,7 @@ class ReplayingGrid(LocalGrid):
         numbers = []
         for message in messages:
             asked = header_of(message.content)
-            chunk = chunk_of(message.content) if "payload" in message.content else None
+            chunk = chunk_of(message.content) if has_chunk(message.content) else None
             number = f"m{next(self._count)}"
             message.metadata.__dict__["_message_id"] = number
             header, chunk = self.answer(message.metadata.message_type, asked, chunk)
