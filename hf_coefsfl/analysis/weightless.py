@@ -206,7 +206,7 @@ def _members(values: Iterable[Any]) -> Iterator[Any]:
 def _fake(t: Tensor) -> Tensor:
     """Return `FakeTensor(_MODE, t, CPU)` for a tensor of the meta device, in a quarter of the time."""
     fake = Tensor._make_subclass(FakeTensor, t, t.requires_grad, dispatch_device=True, device_for_backend_keys=CPU)
-    torch._C._set_throw_on_mutable_data_ptr(fake)
+    torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
     vars(fake).update(_ATTRIBUTES)
     return fake
 
