@@ -34,6 +34,7 @@ class _Mode(FakeTensorMode):
 
 
 _MODE = _Mode(allow_non_fake_inputs=True)
+_ATTRIBUTES = dict(vars(FakeTensor(_MODE, torch.empty(0, device=_META), CPU)))  # the same for all fake tensors here
 _RESULTS: dict[Any, Any] = {}  # the outline of what an operation gives, by its own and that of its arguments
 
 
@@ -203,7 +204,11 @@ def _members(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _fake(t: Tensor) -> Tensor:
-    return FakeTensor(_MODE, t, CPU)
+    """Return `FakeTensor(_MODE, t, CPU)` for a tensor of the meta device, in a quarter of the time."""
+    fake = Tensor._make_subclass(FakeTensor, t, t.requires_grad, dispatch_device=True, device_for_backend_keys=CPU)
+    torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    vars(fake).update(_ATTRIBUTES)
+    return fake
 
 
 def _is_large(args: tuple[Any, ...]) -> bool:

@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from .._io import write_atomically
-from ..protocol.context import Observations
+from ..protocol.context import Observations, on_host
 from ..protocol.link import ClientLink
 from ..protocol.meter import Meter
 from ..protocol.server_side import ServerSide
@@ -58,7 +58,7 @@ class ClientReport:
     @classmethod
     def of(cls, link: ClientLink, server: ServerSide, seconds: float, num_samples: int) -> ClientReport:
         """Report on a finished round that took `seconds` on both sides together."""
-        client, seen = link.observed, server.observed
+        client, seen = on_host(link.observed, server.observed)
         server_loss = seen.mean("loss")
         # The loss whose gradient the client followed: its own (an auxiliary network's), or that of the feedback
         # if it was taken, plus the predicted change.

@@ -15,8 +15,7 @@ from tqdm.auto import tqdm
 from ..config import SplitFedConfig
 from ..methods import Method
 from ..protocol.client_side import ClientSide
-from ..protocol.clock import synchronize
-from ..protocol.devices import is_device_error
+from ..protocol.devices import is_device_error, to_device
 from ..protocol.link import LocalLink
 from ..protocol.seeds import preserved_random_state
 from ..protocol.server_side import ServerSide
@@ -107,7 +106,7 @@ class Simulation(ServerRounds):
                 reports[client], kept = self._run_client(round_index, client, fetched, learning_rate)
                 if coded is not None and reports[client].failure is None:
                     reports[client], residuals[client] = self._returned(coded, client, reports[client])
-                beside = [reports[client].kept.get(name, p).to(p.device) for name, p in federated.items()]
+                beside = [to_device(reports[client].kept.get(name, p), p.device) for name, p in federated.items()]
                 trained[client] = flatten([*self.parameters, *beside, *kept])
                 if client == clients[0] and reports[client].failure is None:
                     results = [self._examine(o, round_index, client, learning_rate, start) for o in observers]
@@ -199,9 +198,8 @@ class Simulation(ServerRounds):
         link = LocalLink(method, client_side)
         start = time.perf_counter()
         method.round(link, server_side)
-        link.finish()
         server_side.finish()
-        synchronize(self.args.device)
+        link.finish()  # which waits for an accelerator, for all that is to be timed
         seconds = time.perf_counter() - start
         report = ClientReport.of(link, server_side, seconds, self.federation.sizes[client])
         return report, self.optimizer_tensors(server_side)

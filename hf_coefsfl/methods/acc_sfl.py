@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..protocol.client_side import ClientSide
+from ..protocol.devices import to_host
 from ..protocol.link import ClientLink
 from ..protocol.loss import LossSpec
 from ..protocol.messages import Message
@@ -96,4 +97,5 @@ class AccSFL(Method):
                     loss = network(client.live)
                 client.observed.add("client_loss", loss)
                 client.minimize(loss)
-        client.kept |= {f"auxiliary.{name}": p.detach().cpu() for name, p in network.named_parameters()}
+        trained = {f"auxiliary.{name}": p.detach() for name, p in network.named_parameters()}
+        client.kept |= zip(trained, to_host(list(trained.values())), strict=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import AS_THEY_ARE
+from .devices import to_host
 from .noise import lasting_noise
 from .packing import Store
 from .seeds import derive_seed, set_random_state
@@ -89,6 +90,12 @@ class Observations:
         noted = [value for name in names for value in self.values.get(name, [])]
         places = torch.stack(noted).isfinite().logical_not().nonzero() if noted else torch.empty(0)
         return int(places[0]) if len(places) else None
+
+
+def on_host(*observed: Observations) -> list[Observations]:
+    """Return what was noted with all values on the host: an accelerator is waited for once."""
+    values = iter(to_host([value for seen in observed for noted in seen.values.values() for value in noted]))
+    return [Observations({n: [next(values) for _ in noted] for n, noted in seen.values.items()}) for seen in observed]
 
 
 class Side:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 _CPU_LIKE = ("cpu", "meta")
@@ -24,6 +26,14 @@ def pins_memory(device: torch.device) -> bool:
 def to_device(t: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor of the host without waiting, but on MPS: there it could be freed before it is read."""
     return t.to(device, non_blocking=device.type != "mps")
+
+
+def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors on the host. Those of an accelerator come in one copy, so that it is waited for once."""
+    away = [t.detach().reshape(-1).view(torch.uint8) for t in tensors if is_accelerator(t.device)]
+    arrived = iter(torch.cat(away).cpu().split([t.numel() for t in away]) if away else ())
+    # Cloned, because whoever pickles a part would send them all.
+    return [next(arrived).clone().view(t.dtype).view(t.shape) if is_accelerator(t.device) else t for t in tensors]
 
 
 def widest_float(device: torch.device) -> torch.dtype:

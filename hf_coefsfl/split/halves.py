@@ -17,6 +17,7 @@ from .placeholders import (
     placeholder_inputs,
     refuse_block_outputs,
     sort_inputs,
+    unwrapped,
 )
 from .quantized import inner_tensors, numel, scale_nbytes
 from .stand_ins import CutReached, Injection, RandomState, injecting
@@ -64,7 +65,7 @@ class ClientHalf(Half):
         """Return what the server needs of a batch beside activations, where the batch is."""
         raw = sort_inputs(inputs)[0]
         device = next((t.device for t in raw.values() if isinstance(t, Tensor)), None)
-        return crossing_context(self.model, raw, self.cut.crossing, device)
+        return crossing_context(unwrapped(self.model), raw, self.cut.crossing, device)
 
     def forward(self, *, crossing: dict[str, Tensor] | None = None, **inputs: Any) -> SmashedData:
         """Run the client's blocks on a batch.
@@ -101,12 +102,13 @@ class ServerHalf(Half):
         """
         refuse_block_outputs(inputs)
         inputs = smashed.labels | {name: value for name, value in inputs.items() if value is not None}
-        if is_generative_pair(self.model) and not {"labels", "decoder_input_ids"} & inputs.keys():
+        base = unwrapped(self.model)
+        if is_generative_pair(base) and not {"labels", "decoder_input_ids"} & inputs.keys():
             raise ValueError(
                 "This server half decodes: it needs `labels` or `decoder_input_ids`. "
                 "Without them the decoder would run on placeholders instead of the text."
             )
-        placeholders = placeholder_inputs(self.model, smashed)
+        placeholders = placeholder_inputs(base, smashed)
         injection = Injection(
             smashed.activations,
             {
@@ -115,9 +117,10 @@ class ServerHalf(Half):
                 if f"block.{path}" in smashed.context
             },
             RandomState(smashed.activations.device) if self.training else None,
+            is_checkpointed_outside=hasattr(base, "timm_model"),
         )
         with injecting(injection):
-            output = self.model(**(placeholders | inputs | no_cache(self.model)))
+            output = self.model(**(placeholders | inputs | no_cache(base)))
         if not injection.reached:
             raise RuntimeError(
                 f"The server's forward pass never reached block {self.cut.index} of {self.cut.blocks!r}, so the "

@@ -101,7 +101,8 @@ def crossing_context(
             context[name] = value.bool() if binary else value
         elif name == "position_ids" or name in crossing:
             context[name] = value
-    ids, pad = raw.get("input_ids"), _pad_id(model)
+    ids = raw.get("input_ids")
+    pad = None if ids is None else _pad_id(_text_config(model))
     if ids is not None and pad is not None:
         mask = raw.get("attention_mask")
         padding = ids == pad
@@ -132,7 +133,8 @@ def placeholder_inputs(model: nn.Module, smashed: SmashedData) -> dict[str, Any]
 
 
 def _placeholder_ids(model: nn.Module, smashed: SmashedData, shape: tuple[int, ...]) -> Tensor:
-    filler, pad = _filler_id(model), _pad_id(model)
+    config = _text_config(model)
+    filler, pad = _filler_id(config), _pad_id(config)
     ids = torch.full(shape, filler, device=smashed.activations.device)
     padding, mask = smashed.context.get("padding"), smashed.context.get("attention_mask")
     if padding is None and mask is not None and mask.shape == ids.shape:
@@ -148,8 +150,8 @@ def _vocab_size(config: Any) -> int:
     return getattr(config, "vocab_size", 256)  # CANINE has none: its ids are those of characters
 
 
-def _pad_id(model: nn.Module) -> int | None:
-    pad = getattr(_text_config(model), "pad_token_id", None)
+def _pad_id(config: Any) -> int | None:
+    pad = getattr(config, "pad_token_id", None)
     return pad if isinstance(pad, int) else None
 
 
@@ -162,8 +164,7 @@ def _special_ids(config: Any) -> set[int]:
     return special
 
 
-def _filler_id(model: nn.Module) -> int:
-    config = _text_config(model)
+def _filler_id(config: Any) -> int:
     special = _special_ids(config)
     return next(i for i in range(_vocab_size(config)) if i not in special)
 
@@ -202,7 +203,7 @@ def example_inputs(model: nn.Module) -> dict[str, Tensor]:
 
 def _example_text(base: Any, generator: torch.Generator) -> dict[str, Tensor]:
     config = base.config.get_text_config()
-    pad, eos = _pad_id(base), getattr(config, "eos_token_id", None)
+    pad, eos = _pad_id(config), getattr(config, "eos_token_id", None)
     # Decoders pool at the last token that is not padding and refuse batches if there is no such id.
     batch, length, padded = (2 if pad is not None else 1), 10, 3
     ordinary = torch.tensor([i for i in range(min(_vocab_size(config), 1000)) if i not in _special_ids(config)])

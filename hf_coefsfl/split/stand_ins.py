@@ -58,7 +58,18 @@ class Injection:
     activations: Tensor
     arguments: dict[str, Any] = field(default_factory=dict)
     random_state: RandomState | None = None
+    is_checkpointed_outside: bool = False  # the calls of the blocks: see `PassThrough`
     reached: bool = False
+
+    def hand_over(self) -> Tensor:
+        """Return the smashed data before the block at the cut is called.
+
+        That block puts the generators back. A checkpoint around its call has noted their state by then, and so needs
+        to have them put back here.
+        """
+        if self.random_state is not None and self.is_checkpointed_outside:
+            self.random_state.restore()
+        return self.activations
 
 
 _injection: ContextVar[Injection | None] = ContextVar("injection", default=None)
@@ -143,9 +154,7 @@ class PassThrough(nn.Module):
         hidden = next(iter(named_arguments(self, args, kwargs).values()))
         injection = _injection.get()
         if self.before_cut and injection is not None:
-            hidden = injection.activations
-            if injection.random_state is not None:
-                injection.random_state.restore()
+            hidden = injection.hand_over()
         return _fill(self.template, hidden)
 
     forward = __call__
@@ -194,9 +203,7 @@ class Hollow(nn.Module):
         """Return zeros, or the smashed data."""
         injection = _injection.get()
         if vars(self)["before_cut"] and injection is not None:
-            if injection.random_state is not None:
-                injection.random_state.restore()
-            return injection.activations.clone()
+            return injection.hand_over().clone()
         device = injection.activations.device if injection is not None else torch.device("cpu")
 
         def to_zeros(value: Any) -> Any:

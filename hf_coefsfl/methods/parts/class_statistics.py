@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...protocol.devices import to_device, widest_float
+from ...protocol.devices import to_device, to_host, widest_float
 from ...protocol.tensors import over
 
 VARIANCE_FLOOR = 1e-5  # added at each update, so that no variance is zero
@@ -118,7 +118,8 @@ def pooled(batches: Iterable[ClassStatistics]) -> dict[int, Moments]:
 
 def to_tensors(statistics: ClassStatistics) -> dict[str, Tensor]:
     """Return the statistics by name, `class.moment`, on the CPU."""
-    return {f"{label}.{name}": t.cpu() for label, moments in statistics.items() for name, t in _parts(moments).items()}
+    named = {f"{label}.{name}": t for label, moments in statistics.items() for name, t in _parts(moments).items()}
+    return dict(zip(named, to_host(list(named.values())), strict=True))
 
 
 def from_tensors(tensors: Mapping[str, Tensor]) -> dict[int, Moments]:

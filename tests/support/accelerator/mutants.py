@@ -95,7 +95,7 @@ MUTANTS = [
     ),
     Mutant(
         "an auxiliary network stays on the CPU", "federation/simulation.py",
-        "kept.get(name, p).to(p.device)", "kept.get(name, p)",
+        "to_device(reports[client].kept.get(name, p), p.device)", "reports[client].kept.get(name, p)",
         "methods", "acc_sfl as on the CPU",
     ),
     Mutant(
@@ -122,6 +122,16 @@ MUTANTS = [
         "the probe leaves smashed data on the CPU", "analysis/staleness.py",
         "on_graph(smashed.to(self.context.device))", "on_graph(smashed)",
         "options", "measured",
+    ),
+    Mutant(
+        "a report reads its numbers one by one", "federation/ledger.py",
+        "on_host(link.observed, server.observed)", "link.observed, server.observed",
+        "counts", "a client of vanilla",
+    ),
+    Mutant(
+        "numbers are read before they have arrived", "protocol/devices.py",
+        "torch.cat(away).cpu()", 'torch.cat(away).to("cpu", non_blocking=True)',
+        "methods", "gas resumes",
     ),
     Mutant(
         "weights for the average are received on the CPU", "federation/averaging.py",

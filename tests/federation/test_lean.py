@@ -1,0 +1,78 @@
+"""What the package itself does for a batch: how often generators are set, and calls of its own functions."""
+
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import hf_coefsfl
+from hf_coefsfl.protocol import context
+from hf_coefsfl.protocol.server_side import ServerSide
+from hf_coefsfl.split.stand_ins import RandomState
+from tests.support.federated import images, texts, tiny_bert, tiny_vit, trainer
+
+BATCH_SIZE, RATE = 4, 1e-3
+PACKAGE = os.path.dirname(hf_coefsfl.__file__)
+# Calls of functions of the package for one batch more: what was counted, and a twentieth.
+OWN_CALLS = {"vanilla vit": 285, "coef_j vit": 444, "vanilla bert": 321, "coef_j bert": 506}
+
+
+def simulation(folder: Path, method: str, kind: str, batches: int) -> Any:
+    """Return the rounds of one client, after the first: shapes are remembered there."""
+    model, data = (tiny_vit(), images) if kind == "vit" else (tiny_bert(), texts)
+    settings: dict[str, Any] = {"num_clients": 1, "participation": 1.0, "warmup_rounds": 0, "method": method}
+    rounds = trainer(folder, model, data(BATCH_SIZE * batches), **settings).rounds
+    assert rounds is not None
+    rounds.run_round(0, RATE)
+    return rounds
+
+
+@pytest.mark.parametrize(("method", "client", "server"), [("vanilla", 3, 3), ("coef_j", 5, 6), ("coef_p", 5, 6)])
+@pytest.mark.parametrize("kind", ["vit", "bert"])
+def test_generators_are_set_once_for_a_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, client: int, server: int, kind: str
+) -> None:
+    """A pass is seeded once. The server's puts back, once, what its placeholders may have drawn."""
+    rounds, counted = simulation(tmp_path, method, kind, batches=3), Counter[str]()
+
+    def counting(owner: Any, name: str) -> None:
+        own = getattr(owner, name)
+
+        def noted(*args: Any) -> Any:
+            counted[name] += 1
+            return own(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for owner, name in ((context, "set_random_state"), (RandomState, "restore"), (ServerSide, "forward")):
+        counting(owner, name)
+    rounds.run_round(1, RATE)
+    assert counted == {"set_random_state": client + server, "restore": server, "forward": server}
+
+
+def own_calls(folder: Path, method: str, kind: str, batches: int) -> Counter[str]:
+    """Return how often each function of the package was called in a round."""
+    rounds, calls = simulation(folder / str(batches), method, kind, batches), Counter[str]()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            calls[f"{frame.f_code.co_filename.removeprefix(PACKAGE)} {frame.f_code.co_name}"] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        rounds.run_round(1, RATE)
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+@pytest.mark.parametrize("name", OWN_CALLS)
+def test_a_batch_takes_few_calls_of_our_functions(tmp_path: Path, name: str) -> None:
+    few, more = (own_calls(tmp_path, *name.split(), batches) for batches in (2, 3))
+    added = more - few
+    assert sum(added.values()) <= OWN_CALLS[name], added.most_common(20)
