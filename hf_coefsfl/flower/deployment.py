@@ -132,6 +132,10 @@ class Deployment(ServerRounds):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take back what `state_dict` returned."""
         if self.args.adapter_codec != AS_THEY_ARE:
+            if _RUN not in state:
+                raise ValueError(
+                    "The checkpoint was made without adapter_codec. Resume with adapter_codec='float32', or start anew."
+                )
             self.run_number = int(state[_RUN])
             self.counted = {int(client): int(round_index) for client, round_index in state[_COUNTED].tolist()}
             self.counted_at_save = dict(self.counted)

@@ -224,7 +224,8 @@ class FlowerLink(ClientLink):
             raise TransferError(f"the client says it has {self.num_samples} samples, and has sent {sent}")
 
     def _finish(self) -> None:
-        own = sum(t.numel() * t.element_size() for t in (self.weights.adapters | self.weights.auxiliary).values())
+        sent = *self.weights.adapters.values(), *self.weights.auxiliary.values()  # encoded, both have the same names
+        own = sum(t.numel() * t.element_size() for t in sent)
         path = self._step([{"do": "finish"}], limit=2 * own + _REPORT + 4 * self._most_reports() * len(OBSERVED))
         if path is None:
             raise TransferError("trained weights were asked for, none came")

@@ -1,7 +1,8 @@
 """What encoding has taken from a client's updates (`adapter_codec`): it stays with the client, for its next update.
 
 The client does not know which of its updates were averaged, or whether the server has gone back to a checkpoint. So
-it keeps the residuals that its last rounds left, and the server says which of its rounds counted last.
+it keeps the residuals of three rounds: its last one, the last that counted, and the last that counted when the server
+wrote its last checkpoint. The server names the second and the third.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .wire import integer, text
 
 logger = logging.getLogger(__name__)
 NONE = -1  # no round of the client has counted
-_MOST_ROUNDS, _MOST_RUNS = 16, 4  # of which residuals are kept, whatever a server says
+_MOST_RUNS = 4  # of which residuals are kept, whatever a server says
 
 
 class Residuals:
@@ -62,10 +63,9 @@ class Residuals:
         tensors = {name: t.detach().cpu().contiguous() for name, t in residuals.items()}
         with self.lasting.locked():
             private_folder(self.folder)
-            rounds = sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdecimal())
-            wanted = [r for r in rounds if self.saved <= r <= self.last][1 - _MOST_ROUNDS :]
-            for old in {*rounds} - {*wanted}:
-                (self.folder / str(old)).unlink()
+            for path in list(self.folder.iterdir()):
+                if path.name not in (str(self.last), str(self.saved)):
+                    path.unlink()
             write_atomically(self.folder / str(round_index), save(tensors))
             runs = sorted(self.parent.iterdir(), key=lambda path: path.stat().st_mtime)
             for run in runs[:-_MOST_RUNS]:

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from safetensors.torch import load, save
 from torch import Tensor
 
+from hf_coefsfl.flower import link
 from hf_coefsfl.flower.client_node import ClientNode
 from hf_coefsfl.flower.client_round import ClientRound
 from hf_coefsfl.flower.lasting import LastingState
@@ -57,8 +58,11 @@ def test_the_server_says_which_round_counted(caplog: pytest.LogCaptureFixture) -
     assert (kept(0), kept(5), kept(6)) == (0.0, 5.0, 6.0)
     keep(7, 6, saved=6)  # a checkpoint has been written: nobody goes back before it
     assert (kept(0), kept(5), kept(6), kept(7)) == (None, None, 6.0, 7.0)
+    for index in range(8, 40):
+        keep(index, index - 1, saved=6)  # however long that is ago
+    assert (kept(6), kept(7), kept(37), kept(38), kept(39)) == (6.0, None, None, 38.0, 39.0)
     keep(4, NONE)  # the server begins anew
-    assert (kept(4), kept(6), kept(7)) == (4.0, None, None)
+    assert (kept(4), kept(6), kept(39)) == (4.0, None, None)
 
 
 def test_runs_are_apart_and_bounded(work: Path) -> None:
@@ -69,7 +73,7 @@ def test_runs_are_apart_and_bounded(work: Path) -> None:
     for index in range(40):
         keep(index, index - 1, saved=-(2**40))
     (folder,) = work.glob("*/*/residuals")
-    assert sorted(len(list(run.iterdir())) for run in folder.iterdir()) == [1, 1, 1, 16]
+    assert sorted(len(list(run.iterdir())) for run in folder.iterdir()) == [1, 1, 1, 2]
     assert {path.name for path in work.rglob("x")} == set()
     with pytest.raises(TransferError, match="the header has residual_round='1'"):
         residuals("1")  # type: ignore[arg-type]
@@ -128,6 +132,19 @@ def test_a_client_refuses_what_is_not_the_codecs(site: Site, tmp_path: Path) -> 
         with pytest.raises(TransferError):
             ClientRound(node, folder, header).run([], folder / "weights", folder / "outbox")
     assert all(torch.equal(before[name], p) for name, p in node.parameters.items())
+
+
+def test_an_answer_may_be_as_large_as_both_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoded, the adapters and the auxiliary weights have the same names."""
+    monkeypatch.setattr(link, "_REPORT", 0)
+    limits: list[int] = []
+    to_client: Any = link.FlowerLink.__new__(link.FlowerLink)
+    to_client.weights = Parameters({"values": torch.zeros(1000)}, {"values": torch.zeros(10)})
+    to_client._most_reports = lambda: 0
+    to_client._step = lambda calls, limit: limits.append(limit)
+    with pytest.raises(TransferError, match="none came"):
+        to_client._finish()
+    assert limits == [2 * 4 * 1010]
 
 
 def test_a_server_refuses_what_is_not_the_codecs(tmp_path: Path) -> None:
