@@ -33,6 +33,7 @@ class PatientClient(FleetHttpClient):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._client.headers.clear()  # what HTTP does not need: each request of a message has them
+        self._client.headers["user-agent"] = "flwr"  # firewalls may refuse requests that name none
         self._looks: list[float] = []
 
     def ActivateNode(self, request: Any) -> Any:

@@ -65,7 +65,8 @@ def content(header: Mapping[str, Any], chunk: bytes | None = None) -> RecordDict
     record: dict[str, Any] = dict(header)
     if chunk is not None:
         start = 8 + int.from_bytes(chunk[:8], "little")
-        start = start if start <= _LARGEST_START else 0  # a chunk from the middle of a payload
+        if start > _LARGEST_START or chunk[8:9] != b"{":  # a chunk from the middle of a payload
+            start = 0
         record |= {_START: zlib.compress(chunk[:start], 9), _CHUNK: chunk[start:]}
     return RecordDict({_RECORD: ConfigRecord(record)})
 
@@ -86,7 +87,7 @@ def chunk_of(records: RecordDict, limit: int | None = None) -> bytes:
     start, rest = record.get(_START), record.get(_CHUNK)
     if not isinstance(start, bytes) or not isinstance(rest, bytes):
         raise TransferError("the message has no chunk")
-    most = _LARGEST_START if limit is None else min(limit, _LARGEST_START)
+    most = _LARGEST_START if limit is None else max(0, min(limit, _LARGEST_START))
     reader = zlib.decompressobj()
     try:
         inflated = reader.decompress(start, most + 1)  # no more memory than it may have

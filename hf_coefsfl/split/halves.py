@@ -117,7 +117,6 @@ class ServerHalf(Half):
                 if f"block.{path}" in smashed.context
             },
             RandomState(smashed.activations.device) if self.training else None,
-            is_checkpointed_outside=hasattr(base, "timm_model"),
         )
         with injecting(injection):
             output = self.model(**(placeholders | inputs | no_cache(base)))

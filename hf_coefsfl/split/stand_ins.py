@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..protocol.devices import is_accelerator
 from .block_arguments import graft, named_arguments, replace_arguments
@@ -58,16 +59,16 @@ class Injection:
     activations: Tensor
     arguments: dict[str, Any] = field(default_factory=dict)
     random_state: RandomState | None = None
-    is_checkpointed_outside: bool = False  # the calls of the blocks: see `PassThrough`
     reached: bool = False
 
-    def hand_over(self) -> Tensor:
-        """Return the smashed data before the block at the cut is called.
+    def hand_over(self, last: nn.Module) -> Tensor:
+        """Return the smashed data in place of what the module before the block at the cut would return.
 
-        That block puts the generators back. A checkpoint around its call has noted their state by then, and so needs
-        to have them put back here.
+        The block at the cut puts the generators back. If its call is checkpointed from outside, the state that the
+        recomputation begins with has been noted by then: they are put back here, too, unless blocks checkpoint
+        themselves.
         """
-        if self.random_state is not None and self.is_checkpointed_outside:
+        if self.random_state is not None and not isinstance(last, GradientCheckpointingLayer):
             self.random_state.restore()
         return self.activations
 
@@ -154,7 +155,7 @@ class PassThrough(nn.Module):
         hidden = next(iter(named_arguments(self, args, kwargs).values()))
         injection = _injection.get()
         if self.before_cut and injection is not None:
-            hidden = injection.hand_over()
+            hidden = injection.hand_over(self)
         return _fill(self.template, hidden)
 
     forward = __call__
@@ -203,7 +204,7 @@ class Hollow(nn.Module):
         """Return zeros, or the smashed data."""
         injection = _injection.get()
         if vars(self)["before_cut"] and injection is not None:
-            return injection.hand_over().clone()
+            return injection.hand_over(self).clone()
         device = injection.activations.device if injection is not None else torch.device("cpu")
 
         def to_zeros(value: Any) -> Any:

@@ -8,11 +8,14 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hf_coefsfl
 from hf_coefsfl.protocol import context
 from hf_coefsfl.protocol.server_side import ServerSide
-from hf_coefsfl.split.stand_ins import RandomState
+from hf_coefsfl.split.stand_ins import Injection, RandomState
 from tests.support.federated import images, texts, tiny_bert, tiny_vit, trainer
 
 BATCH_SIZE, RATE = 4, 1e-3
@@ -52,6 +55,16 @@ def test_generators_are_set_once_for_a_pass(
         counting(owner, name)
     rounds.run_round(1, RATE)
     assert counted == {"set_random_state": client + server, "restore": server, "forward": server}
+
+
+@pytest.mark.parametrize("last", [nn.Module(), GradientCheckpointingLayer()], ids=["from outside", "itself"])
+def test_a_block_that_is_checkpointed_from_outside_begins_with_the_generators_put_back(last: nn.Module) -> None:
+    injection = Injection(torch.zeros(1), random_state=RandomState(torch.device("cpu")))
+    first, second = torch.rand(()), torch.rand(())
+    injection.random_state.restore()  # type: ignore[union-attr]
+    torch.rand(())  # what placeholders draw
+    injection.hand_over(last)
+    assert torch.rand(()) == (second if isinstance(last, GradientCheckpointingLayer) else first)
 
 
 def own_calls(folder: Path, method: str, kind: str, batches: int) -> Counter[str]:

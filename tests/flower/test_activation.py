@@ -84,7 +84,7 @@ def test_it_looks_again_soon_after_an_answer(monkeypatch: pytest.MonkeyPatch, at
 def test_a_request_has_only_the_headers_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     client: Any = fleet_http_connection.FleetHttpClient.from_server_address("127.0.0.1:1", True, None, [])
     request = client._client.build_request("POST", "http://127.0.0.1:1/x", content=b"1", headers={"accept": "a"})
-    assert set(request.headers) == {"host", "content-length", "accept"}
+    assert set(request.headers) == {"host", "content-length", "accept", "user-agent"}
 
 
 def test_other_errors_end_it(monkeypatch: pytest.MonkeyPatch) -> None:

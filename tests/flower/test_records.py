@@ -61,7 +61,7 @@ def test_names_and_shapes_are_little(tmp_path: Path, kind: type[Any], codec: str
 
 
 def records(**changes: Any) -> RecordDict:
-    entries = dict(content(HEADER, b"\x08" + b"\0" * 30)["header"])
+    entries = dict(content(HEADER, b"\x08" + b"\0" * 7 + b"{" * 23)["header"])
     return RecordDict({"header": ConfigRecord(entries | {f".{name}": value for name, value in changes.items()})})
 
 

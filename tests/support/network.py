@@ -7,8 +7,8 @@ from typing import Any
 
 from benchmarks.loopback import Loopback
 
-# Loaded as Python starts. SuperNodes look for messages every 0.5 seconds instead of 3; one that is lost counts as
-# offline after 30 seconds without a heartbeat instead of 60.
+# Loaded as Python starts. After the first looks, SuperNodes look for messages every 0.5 seconds instead of 3; one that
+# is lost counts as offline after 30 seconds without a heartbeat instead of 60.
 HURRY = """
 import time
 from flwr.common import constant
