@@ -33,6 +33,6 @@ def find_spec(name: str | Path) -> Path:
     if found is not None and found.with_suffix("").parts[-len(path.parts) :] == path.with_suffix("").parts:
         return found
     raise ValueError(
-        f"The spec {str(name)!r} cannot be read: there is no such file.{did_you_mean(path.stem, known)} Give the path "
+        f"The spec {str(name)!r} cannot be read: it does not exist.{did_you_mean(path.stem, known)} Give the path "
         f"of a YAML file, or one of the specs that come with the package: {', '.join(known)}."
     )

@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.parse_args([name])
         parser.error("the command comes first, then its options.")
     if name not in COMMANDS:
-        parser.error(f"there is no command {name!r}.{did_you_mean(name, COMMANDS)} Choose from {', '.join(COMMANDS)}.")
+        parser.error(f"unknown command {name!r}.{did_you_mean(name, COMMANDS)} Choose from {', '.join(COMMANDS)}.")
     parser.prog = f"coefsfl {name}"
     try:
         _check_early(name, given)

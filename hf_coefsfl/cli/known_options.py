@@ -37,7 +37,7 @@ def check_task(command: str, given: Sequence[str]) -> None:
     elif given and not given[0].startswith("-"):
         if given[0] not in TASKS:
             near = did_you_mean(given[0], TASKS)
-            raise ValueError(f"there is no task {given[0]!r}.{near} Choose from {', '.join(TASKS)}.")
+            raise ValueError(f"unknown task {given[0]!r}.{near} Choose from {', '.join(TASKS)}.")
         check_options(given[1:], options | {f.name for f in fields(TASKS[given[0]].arguments)})
 
 

@@ -175,7 +175,7 @@ def results_json(spec: Spec, results: Sequence[Result]) -> str:
 
 
 def write_parquet(results: Sequence[Result], path: Path) -> None:
-    """Write the rows of `run_rows`. If there are none, there is no file."""
+    """Write the rows of `run_rows`, if any; without rows no file is written."""
     import pyarrow
     from pyarrow import parquet
 

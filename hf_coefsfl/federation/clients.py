@@ -65,7 +65,7 @@ class Federation:
                 "num_clients out."
             )
         if not named:
-            raise ValueError("train_dataset is an empty collection: there is no client to train.")
+            raise ValueError("train_dataset is an empty collection: it has no client to train.")
         rows = tuple(np.arange(len(dataset)) for dataset in named.values())
         return cls(list(named.values()), Partition(rows, tuple(map(str, named))))._checked(args)
 

@@ -25,9 +25,9 @@ from ..protocol.padding import ignores_padding, mirrored
 from ..protocol.server_side import ServerSide
 from ..split import SplitModel
 from ..split.lora import trainable_sides
-from .adapters import CodedWeights
 from .averaging import federated_average, fewest_clients, flatten, unflatten_
 from .bounds import Parts, Values, excesses, scale_update_, update_norms
+from .coded_weights import CodedWeights
 from .ledger import DROPPED, ClientReport
 from .optimizer_state import PREFIX, OptimizerState
 from .sampling import num_sampled

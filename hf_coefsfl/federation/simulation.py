@@ -20,10 +20,10 @@ from ..protocol.link import LocalLink
 from ..protocol.seeds import preserved_random_state
 from ..protocol.server_side import ServerSide
 from ..split import SplitModel
-from .adapters import ADAPTERS, AUXILIARY, PREFIX, CodedWeights, Residual, from_state, to_state
 from .averaging import flatten, unflatten_
 from .batches import Batches, ClientData
 from .clients import Federation
+from .coded_weights import ADAPTERS, AUXILIARY, PREFIX, CodedWeights, Residual, from_state, to_state
 from .data_checks import RowCheck
 from .ledger import DROPPED, ClientReport, gather_reports
 from .sampling import assign_clients, is_dropped, sample_clients

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..federation.adapters import ADAPTERS, AUXILIARY
+from ..federation.coded_weights import ADAPTERS, AUXILIARY
 from ..federation.schedule import local_optimizer, make_context
 from ..methods import Method
 from ..protocol.adapters import AS_THEY_ARE, AdapterCodec

@@ -19,8 +19,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..config import SplitFedConfig
-from ..federation.adapters import CodedWeights
 from ..federation.averaging import flatten, unflatten_
+from ..federation.coded_weights import CodedWeights
 from ..federation.ledger import ClientReport
 from ..federation.sampling import sample_clients
 from ..federation.schedule import set_mode

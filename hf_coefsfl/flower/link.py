@@ -14,8 +14,8 @@ from typing import Any, overload
 
 from torch import Tensor, nn
 
-from ..federation.adapters import ADAPTERS, AUXILIARY, CodedWeights
 from ..federation.averaging import flatten, unflatten_
+from ..federation.coded_weights import ADAPTERS, AUXILIARY, CodedWeights
 from ..protocol.clock import synchronize
 from ..protocol.context import RoundContext
 from ..protocol.link import ClientLink

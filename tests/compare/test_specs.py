@@ -71,7 +71,7 @@ def test_bad_specs_are_refused(changes: dict[str, Any], message: str) -> None:
 
 def test_bad_files_are_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "broken.yaml").write_text("tasks: [")
-    for name, message in (("none.yaml", "cannot be read: there is no such file"), ("broken.yaml", "is not valid YAML")):
+    for name, message in (("none.yaml", "cannot be read: it does not exist"), ("broken.yaml", "is not valid YAML")):
         with pytest.raises(SystemExit) as left:
             main(["compare", str(tmp_path / name)])
         assert left.value.code == 2 and message in capsys.readouterr().err
