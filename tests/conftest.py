@@ -13,11 +13,24 @@ if VARIABLE not in os.environ and bfloat16_problem():  # before PyTorch is loade
     os.environ[VARIABLE] = REMEDY
 
 import hypothesis
+import pytest
 import torch
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True)
+def _quicker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what takes longer than a round of these runs, wherever no test is about it."""
+    from tests.support import once  # not before: it loads transformers
+
+    room, file = request.path.parent.name, request.path.name
+    if room != "split":
+        once.use(monkeypatch.setattr)
+    if room != "tests" and not file.startswith("test_model_card"):  # those of `trainer` look at pictures
+        monkeypatch.setattr("hf_coefsfl.trainer.model_card.can_plot", lambda: False)
 
 
 def pytest_collection_finish() -> None:

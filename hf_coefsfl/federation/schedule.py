@@ -54,6 +54,7 @@ def make_context(
         autocast=autocast,
         store=store,
         adapter_codec=args.adapter_codec,
+        compiled=args.torch_compile,
         noise=args.smashed_noise,
         noise_secret=noise_secret,
     )

@@ -26,9 +26,14 @@ def training(*modules: nn.Module) -> Iterator[None]:
 def _modes(modules: tuple[nn.Module, ...], mode: Callable[[nn.Module], bool]) -> Iterator[None]:
     flags = [(m, m.training) for module in modules for m in module.modules()]
     for m, _ in flags:
-        m.training = mode(m)
+        _set(m, mode(m))
     try:
         yield
     finally:
         for m, training in flags:
-            m.training = training
+            _set(m, training)
+
+
+def _set(module: nn.Module, training: bool) -> None:
+    if module.training is not training:  # to assign takes longer than to look
+        module.training = training

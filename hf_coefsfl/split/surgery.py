@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Container
 from dataclasses import dataclass, field
 from functools import cache
@@ -44,9 +45,8 @@ class Cut:
 
 def clone(model: nn.Module) -> nn.Module:
     """A copy of the modules of `model` that shares all its tensors."""
-    return copy.deepcopy(
-        model, {id(t): t for t in (*model.parameters(), *_loose_tensors(model))} | _shared_states(model)
-    )
+    tensors = {id(t): t for t in (*model.parameters(), *_loose_tensors(model))}
+    return copy.deepcopy(model, tensors | _shared_states(model) | _empty_tables(model))
 
 
 def make_client(model: nn.Module, cut: Cut, owned: set[int]) -> nn.Module:
@@ -69,15 +69,15 @@ def make_server(model: nn.Module, cut: Cut, owned: set[int]) -> nn.Module:
     modules, handover = list(model.modules()), model.get_submodule(cut.handover) if cut.handover else None
     foreign = [m for m in modules if _holds_none(m, owned) and not isinstance(m, _UNCALLED)]
     twins = [_meta_twin(m) for m in foreign]
-    leaves = [m for m in foreign if _is_leaf(m)]
+    leaves = {id(m) for m in foreign if _is_leaf(m)}
     for parent in modules:
         for name, child in list(parent._modules.items()):
-            if child is not None and any(child is m for m in leaves):
+            if child is not None and id(child) in leaves:
                 _replace(parent, name, child)  # PEFT must not find it; larger modules stay registered
     for module in modules:
         _zero_parameters(module, owned)
     for module, twin in zip(foreign, twins, strict=True):
-        if any(module is m for m in leaves):
+        if id(module) in leaves:
             module._buffers = {name: t if name in twin._parameters else None for name, t in module._buffers.items()}
         vars(module).update(twin=twin, outputs={}, before_cut=module is handover, **dict.fromkeys(states(module)))
         _subclass(module, Hollow)
@@ -196,7 +196,8 @@ def _meta_twin(module: nn.Module) -> nn.Module:
     """A copy of a module on the meta device; its weights are never held twice."""
     meta: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), False) for p in module.parameters()}
     meta |= {id(t): t.detach().to("meta") for t in _loose_tensors(module)}
-    twin = without_quantised(copy.deepcopy(module, meta | _shared_states(module)), module).eval()
+    memo = meta | _shared_states(module) | _empty_tables(module)
+    twin = without_quantised(copy.deepcopy(module, memo), module).eval()
     for m in twin.modules():
         m._forward_hooks.clear()
         m._forward_pre_hooks.clear()
@@ -206,6 +207,12 @@ def _meta_twin(module: nn.Module) -> nn.Module:
 def _shared_states(module: nn.Module) -> dict[int, Any]:
     """The scales of quantised layers, for a copy of the modules to share."""
     return {id(state): state for m in module.modules() for state in states(m).values()}
+
+
+def _empty_tables(module: nn.Module) -> dict[int, Any]:
+    """New tables for the empty ones of modules (hooks, mostly): half of the time of a copy goes into them."""
+    tables = (value for m in module.modules() for value in vars(m).values() if type(value) in (dict, OrderedDict, set))
+    return {id(table): type(table)() for table in tables if not table}
 
 
 def _loose_tensors(module: nn.Module) -> list[Tensor]:

@@ -18,7 +18,7 @@ from hf_coefsfl.cli import main
 from hf_coefsfl.methods import make_method
 from hf_coefsfl.methods.parts.costs import RoundKind
 from tests.support.federated import CLASSES, D, images, tiny_vit, trainer
-from tests.support.paths import ROOT
+from tests.support.paths import LIGHT, ROOT
 from tests.support.selection import slow_except
 
 
@@ -44,7 +44,9 @@ def middling(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="reads Linux's /proc")
 @pytest.mark.parametrize(("method", "dtype"), [("vanilla", "float32"), ("coef_j", "float32"), ("coef_j", "bfloat16")])
-def test_the_memory_of_a_process_is_predicted(middling: str, method: str, dtype: str) -> None:
+def test_the_memory_of_a_process_is_predicted(
+    middling: str, method: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One round in a fresh process, which takes as much as was predicted from a few samples, within 10 %."""
     case: dict[str, Any] = {"model": middling, "num_labels": 10, "cut": 2, "part": "process", "method": method}
     case |= {"num_samples": 96, "batch_size": 32, "sequence_length": None, "clients": 2, "plain_malloc": False}
@@ -52,6 +54,7 @@ def test_the_memory_of_a_process_is_predicted(middling: str, method: str, dtype:
     cost = CostModel(build_model(middling, 10), exchange_dtype=dtype)
     run = Run(num_rounds=1, clients_per_round=2, num_clients=2)
     predicted = footprint(cost, RoundKind(make_method(method)), 2, Round(96, 32), run)
+    monkeypatch.setenv("PYTHONPATH", LIGHT)
     measured = load_benchmark("memory").measured(case)
     assert sum(predicted.process.values()) == pytest.approx(measured, rel=0.1)
     assert predicted.process["weights"] + predicted.process["inputs"] < measured / 4  # the round is what matters

@@ -12,7 +12,7 @@ import torch
 from hf_coefsfl.federation.batches import _own
 from tests.support.federated import same, trainer, weights
 from tests.support.noisy import Noisy
-from tests.support.paths import ROOT, SUPPORT
+from tests.support.paths import LIGHT, SUPPORT
 
 
 def test_workers_change_no_bit(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_what_a_worker_meets_is_the_clients_failure(tmp_path: Path, odd: bool) -
 def test_a_dead_worker_does_not_end_the_run(tmp_path: Path) -> None:
     """In a process of its own: PyTorch raises there at any moment, which may leave locks behind for other tests."""
     command = [sys.executable, str(SUPPORT / "noisy.py"), str(tmp_path)]
-    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": LIGHT}, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     # The client whose data it was, and the one whose batches were asked for when the worker, ahead of it, died.
     assert all(1 <= len(clients) <= 2 for clients in json.loads(ended.stdout.splitlines()[-1]))

@@ -16,7 +16,7 @@ from hf_coefsfl.methods import FSLSAGE, make_method
 from hf_coefsfl.protocol.loss import LossSpec
 from hf_coefsfl.split import split_model
 from tests.support.auxiliary import QUICK
-from tests.support.federated import rounds, same, texts, tiny_bert, tiny_vit, trainer, weights
+from tests.support.federated import images, rounds, same, texts, tiny_bert, tiny_vit, trainer, weights
 from tests.support.models import BATCH, MODELS
 from tests.support.selection import slow_except
 
@@ -38,11 +38,11 @@ AUXILIARY = ["acc_sfl", "fsl_sage"]
 )
 def test_resume_is_bit_identical_across_an_alignment(tmp_path: Path, method: str, options: dict[str, Any]) -> None:
     changes: dict[str, Any] = {"method": method, "method_kwargs": options, "num_rounds": 4, "save_strategy": "steps"}
-    changes |= {"save_steps": 1}
+    changes |= {"save_steps": 1, "data": images(36)}
     whole = trainer(tmp_path / "whole", **changes)
     whole.train()
     for reached in (1, 2):  # before any alignment and between two of them (in rounds 2 and 4)
-        resumed = trainer(tmp_path / f"resumed{reached}", tiny_vit(seed=7), **changes)
+        resumed = trainer(tmp_path / f"resumed{reached}", model=tiny_vit(seed=7), **changes)
         resumed.model.load_state_dict(
             {k: v for k, v in whole.model.state_dict().items() if "lora" not in k and "modules_to_save" not in k},
             strict=False,

@@ -35,7 +35,8 @@ def test_full_finetuning_with_dropout(name: str, attention: str) -> None:
     entry = MODELS[name]
     model, batch = entry.make(attention).train(), entry.batch()
     expected = outcome(model, lambda: model(**batch))
-    for cut in entry.cuts:
+    # Attention is a matter within a block: the kind that the model has by default is cut everywhere, others once.
+    for cut in entry.cuts if attention == entry.attention[-1] else entry.cuts[-1:]:
         split = split_model(model, cut)
         assert_equal(outcome(model, lambda s=split: s.server(s.client(**batch))), expected)
 

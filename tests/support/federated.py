@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ def tiny_bert(dropout: float = 0.1, seed: int = 0) -> BertForSequenceClassificat
 
 def images(size: int = 72, seed: int = 0) -> Dataset:
     """8x8 images whose bright rows tell the class."""
+    return _images(size, seed).with_format("torch")
+
+
+@cache
+def _images(size: int, seed: int) -> Dataset:
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, CLASSES, size)
     pixels = rng.normal(size=(size, 1, 8, 8)).astype("float32")
@@ -44,11 +50,16 @@ def images(size: int = 72, seed: int = 0) -> Dataset:
     owner = [f"site {i % 4}" for i in range(size)]
     data = {"pixel_values": pixels, "labels": labels, "owner": owner}
     features = {"pixel_values": Array3D((1, 8, 8), "float32"), "labels": Value("int64"), "owner": Value("string")}
-    return Dataset.from_dict(data, features=Features(features)).with_format("torch")
+    return Dataset.from_dict(data, features=Features(features))
 
 
 def texts(size: int = 72, seed: int = 0) -> Dataset:
     """Token sequences of several lengths, padded; the first token tells the class."""
+    return _texts(size, seed).with_format("torch")
+
+
+@cache
+def _texts(size: int, seed: int) -> Dataset:
     rng = np.random.default_rng(seed)
     rows = []
     for _ in range(size):
@@ -56,7 +67,7 @@ def texts(size: int = 72, seed: int = 0) -> Dataset:
         ids = [label + 1, *rng.integers(5, 40, length - 1).tolist()]
         rows.append({"input_ids": ids + [0] * (8 - length), "attention_mask": [1] * length + [0] * (8 - length)})
         rows[-1]["labels"] = label
-    return Dataset.from_list(rows).with_format("torch")
+    return Dataset.from_list(rows)
 
 
 def accuracy(prediction: Any) -> dict[str, float]:

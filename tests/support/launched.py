@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from hf_coefsfl import METHODS, SplitFedTrainer
+from tests.support import once
 from tests.support.federated import QUICK, images, trainer, weights
 from tests.support.packed import MIXED
 
@@ -106,6 +107,7 @@ if __name__ == "__main__":
     parser.add_argument("--whole", action="store_true", help="also run what is interrupted elsewhere")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    once.use(setattr)
     gc.freeze()  # each run collects garbage, and would look at all that is loaded
     if options.resume:
         folder = options.folder / options.resume

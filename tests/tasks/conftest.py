@@ -1,4 +1,4 @@
-"""A tiny language model; no pictures."""
+"""A tiny language model."""
 
 from pathlib import Path
 
@@ -26,9 +26,3 @@ def talker(decoder: str) -> str:
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(decoder)
     return decoder
-
-
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have model cards come without their picture, which takes longer than a round of these runs."""
-    monkeypatch.setattr("hf_coefsfl.trainer.model_card.can_plot", lambda: False)

@@ -13,7 +13,7 @@ from transformers import EvalPrediction
 
 from hf_coefsfl.tasks.metrics import METRICS, classification_metrics, load_metric
 from hf_coefsfl.tasks.metrics.squad_v2.squad_v2 import best_threshold, exact_match, normalize_answer, token_f1
-from tests.support.paths import ROOT
+from tests.support.paths import LIGHT, ROOT
 from tests.support.real import real
 
 # Several processes load all metrics at the same moment into an empty cache; whoever asks for the network is caught,
@@ -60,8 +60,7 @@ def squad(predictions, references, **kwargs):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="processes are forked")
 def test_metrics_load_at_once_and_without_network(tmp_path):
-    root = ROOT
-    environment = {**os.environ, "HF_HOME": str(tmp_path), "PYTHONPATH": str(root), "HF_HUB_OFFLINE": "0"}
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "PYTHONPATH": LIGHT, "HF_HUB_OFFLINE": "0"}
     for name in ("HF_MODULES_CACHE", "HF_EVALUATE_CACHE", "HF_METRICS_CACHE"):
         environment.pop(name, None)
     run = subprocess.run([sys.executable, "-c", LOADED_AT_ONCE], env=environment, capture_output=True, text=True)

@@ -16,13 +16,14 @@ import pytest
 import yaml
 from datasets import Dataset
 
+from hf_coefsfl.compare.results import exchange_mib
 from hf_coefsfl.federation.data_checks import DataError
 from hf_coefsfl.federation.simulation import Simulation
 from hf_coefsfl.tasks import TASKS
 from hf_coefsfl.tasks.interruption import resuming_command
 from hf_coefsfl.tasks.options import make_parser, parse_options
 from hf_coefsfl.tasks.run import paper_share, run
-from tests.support.paths import ROOT
+from tests.support.paths import LIGHT, ROOT
 from tests.support.posts import make_posts, small
 
 RECIPES = sorted((ROOT / "recipes").glob("*_coef[jp].py"))
@@ -86,6 +87,7 @@ def test_run_leaves_all_files(posts: dict[str, str], capsys: pytest.CaptureFixtu
     card = (out / "README.md").read_text()
     assert "## Method: CoeF-P" in card and "trained on data" in card and "Weights: round 3 of 3." in card
     assert summary["weights"] == {"round": 3, "best": False, "mib": summary["mib"]}
+    assert summary["mib"] > summary["exchange_mib"] == pytest.approx(exchange_mib({**summary, "exchange_mib": None}))
     assert summary["base"] == {"name_or_path": posts["model_name_or_path"], "dtype": "float32"}
     assert f"accuracy {summary['scores']['accuracy']:.1f}" in capsys.readouterr().out
 
@@ -316,7 +318,7 @@ def test_bad_data_is_refused_before_training(posts: dict[str, str], capsys: pyte
 @pytest.mark.slow
 def test_hub_id_without_the_hub(tmp_path: Path) -> None:
     """In a process of its own, as a user sees it: one line, which option takes a local copy, status 2."""
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": LIGHT}
     command = [sys.executable, str(ROOT / "recipes" / "mnli_coefj.py"), "--output_dir", str(tmp_path / "out")]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 2 and not (tmp_path / "out").exists()
@@ -335,7 +337,7 @@ def test_two_processes_equal_one(posts: dict[str, str], tmp_path: Path) -> None:
     one = tmp_path / "one"
     run("newsgroups", argv=small(posts | {"output_dir": str(one)}))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": LIGHT}
     command = [*launcher, str(ROOT / "recipes" / "newsgroups_coefp.py"), *small(posts)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

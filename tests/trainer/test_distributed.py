@@ -14,10 +14,9 @@ import pytest
 from hf_coefsfl import METHODS
 from hf_coefsfl.trainer.checkpoints import last_complete
 from tests.support.launched import CASES, EVAL_BATCH, EVALUATED, INTERRUPTED, PREDICTED
-from tests.support.paths import ROOT, SUPPORT
+from tests.support.paths import LIGHT, SUPPORT
 
-SEARCH = str(ROOT)
-ENVIRONMENT = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH}
+ENVIRONMENT = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": LIGHT}
 
 
 def free_port() -> int:

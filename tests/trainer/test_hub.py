@@ -17,7 +17,7 @@ from hf_coefsfl.trainer.hub import NOT_UPLOADED, Upload, describe
 from hf_coefsfl.trainer.model_card import CardArguments
 from tests.support.federated import config, tiny_vit, trainer
 from tests.support.local_hub import TOKEN
-from tests.support.paths import ROOT, SUPPORT
+from tests.support.paths import LIGHT, SUPPORT
 
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
 PUSHED = {
@@ -30,7 +30,7 @@ PUSHED = {
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("pushed")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": LIGHT}
     ended = subprocess.run([sys.executable, SUPPORT / "pushed.py", folder], env=env, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())

@@ -21,7 +21,7 @@ from torch import distributed
 from hf_coefsfl.trainer import launching
 from hf_coefsfl.trainer.launching import at_work, check_processes, set_timeout
 from tests.support.federated import config, rounds, same, trainer, weights
-from tests.support.paths import ROOT
+from tests.support.paths import LIGHT, ROOT
 
 WORKS = "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2"
 
@@ -126,8 +126,7 @@ def free_port() -> str:
 
 def run_script(tmp_path: Path, text: str, command: list[str], **env: str) -> None:
     (tmp_path / "script.py").write_text(text)
-    search = str(ROOT)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search, "HF_HOME": str(tmp_path), **env}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": LIGHT, "HF_HOME": str(tmp_path), **env}
     command = [*command, str(tmp_path / "script.py"), str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -178,7 +177,9 @@ def test_launchers_of_functions(tmp_path: Path) -> None:
     """`accelerate.debug_launcher` and, as in a notebook, `accelerate.notebook_launcher`."""
     from safetensors.torch import load_file
 
-    run_script(tmp_path, FUNCTIONS.replace("sys.argv[2]", repr(free_port())), [sys.executable])
+    script = FUNCTIONS.replace("sys.argv[2]", repr(free_port()))
+    # Not `LIGHT`: notebook_launcher takes the name of bitsandbytes in sys.modules for the package.
+    run_script(tmp_path, script, [sys.executable], PYTHONPATH=str(ROOT))
     found = {path.stem: load_file(path) for path in tmp_path.glob("*.safetensors")}
     worlds = {name: int(result.pop("world")) for name, result in found.items()}
     assert worlds == {"debug-0": 2, "debug-1": 2, "notebook-0": 2, "notebook-1": 2, "alone-0": 1}
