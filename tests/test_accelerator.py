@@ -12,7 +12,7 @@ import pytest
 from benchmarks.loopback import free_port
 from tests.support.accelerator import unavailable
 from tests.support.accelerator.mutants import MUTANTS
-from tests.support.paths import ROOT
+from tests.support.paths import LIGHT, ROOT
 
 REASON = unavailable()
 needs_device = pytest.mark.skipif(REASON is not None, reason=REASON or "")
@@ -21,7 +21,7 @@ needs_device = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 def start(module: str, *arguments: str, **environment: str) -> Any:
     """Start a process with the device; it must not be registered in this one."""
     command = [sys.executable, "-m", f"tests.support.accelerator.{module}", *arguments]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": LIGHT, **environment}
     output: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=variables, **output)
 

@@ -13,6 +13,7 @@ from .context import RoundContext, Side
 from .devices import MOST_INPUTS, is_accelerator, to_device
 from .injection import inject
 from .loss import LossSpec, OutputBlock
+from .masks import known_masks
 from .messages import SmashedData
 from .packing import Exchange, Places
 from .padding import kept_positions, without_padding
@@ -120,8 +121,7 @@ class ClientSide(Side):
     def _smash(self, batch: int) -> SmashedData:
         given = self._given.get(batch) or self._give(batch)
         self.context.synchronize_masks(self.half, "client_forward", batch)
-        with self.context.autocast():
-            smashed: SmashedData = self.half(crossing=given.context, **given.inputs)
+        smashed = self._run(given)
         noisy = self.context.with_noise(smashed.activations, batch, given.inputs)
         self.observed.add("activations", noisy.sum())  # NaN and infinity survive a sum
         smashed = replace(smashed, activations=noisy, labels={**smashed.labels, **given.labels})
@@ -131,6 +131,12 @@ class ClientSide(Side):
             device = self.context.device
             unpadded = None if kept is None else to_device(kept, device)
             self._kept[batch] = unpadded, self.context.store.places(kept, device)
+        return smashed
+
+    def _run(self, given: _Batch) -> SmashedData:
+        """Run the half on a batch."""
+        with self.context.autocast():
+            smashed: SmashedData = self.half(crossing=given.context, **given.inputs)
         return smashed
 
     def _give(self, batch: int) -> _Batch:
@@ -143,6 +149,8 @@ class ClientSide(Side):
         context = {
             name: inputs[name] if t is inputs_here.get(name) else to_device(t, device) for name, t in here.items()
         }
+        if is_accelerator(device) and not self.context.compiled:
+            inputs, context = known_masks(inputs, inputs_here), known_masks(context, here)
         given = _Batch(inputs, labels, context, here)
         if is_accelerator(device):
             self._bytes_given += sum(t.nbytes for t in (inputs | labels).values() if isinstance(t, Tensor))

@@ -30,6 +30,7 @@ class RoundContext:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     store: Store = field(default_factory=Store)
     adapter_codec: str = AS_THEY_ARE  # of the weights of federated averaging
+    compiled: bool = False  # whether the blocks are: they take plain tensors only
     noise: float = 0.0  # standard deviation of what the client adds to its smashed data
     noise_secret: bytes | None = None  # of a client, for noise that lasts; None: drawn from the run's seed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from operator import methodcaller
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -54,7 +55,7 @@ class Message:
 
     def detach(self: M) -> M:
         """Return what is sent: the same values, off the sender's graph."""
-        return self.map(torch.Tensor.detach)
+        return self.map(methodcaller("detach"))
 
     def to(self: M, device: torch.device | str) -> M:
         """Return the message with its tensors on `device`. Copies to the CPU are awaited, before they can be read."""

@@ -16,6 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .devices import is_accelerator
+from .masks import known_masks
 from .messages import M, Message
 from .packing import Exchange, Kept, Mapped, Packed, PackedTensor, Places, Store, sent_shape
 
@@ -187,7 +189,9 @@ class _Reader:
 
     def here(self, name: str) -> Tensor:
         values = self.tensor(name)
-        return (values if isinstance(values, Tensor) else values.read().clone()).to(self.device)
+        arrived = values if isinstance(values, Tensor) else values.read().clone()
+        there = {name: arrived.to(self.device)}
+        return (known_masks(there, {name: arrived}) if is_accelerator(self.device) else there)[name]
 
     def message(
         self, kind: type[M], index: int, batch: int, declared: Any, names: list[str], kept: Kept[M]
