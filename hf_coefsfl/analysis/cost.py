@@ -22,7 +22,6 @@ from ..methods import Method
 from ..methods.parts.costs import RoundKind, StoredWork, Workload
 from ..methods.parts.math_attention import differentiable_attention
 from ..protocol.adapters import ADAPTER_CODECS, AS_THEY_ARE, sent_form
-from ..protocol.client_side import ClientSide
 from ..protocol.codecs import resolve_codecs
 from ..protocol.context import RoundContext
 from ..protocol.packing import Store
@@ -32,8 +31,9 @@ from ..split.blocks import members
 from ..split.lora import default_lora, trainable_sides
 from ..split.precision import train_in_float32
 from .backbones import Samples
-from .flops import CountedLink, CountedServer, OperationCounter
+from .flops import CountedLink, OperationCounter
 from .memory import Footprint, Run, footprint
+from .passes import CountedClient, CountedServer, Passes
 from .storage import block_weights
 from .tables import MIB
 from .timing import Devices, Network, RoundWork
@@ -172,6 +172,7 @@ class CostModel:
         if gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._splits: dict[int, SplitModel] = {}
+        self._passes = Passes()  # of the present split
 
     def shapes(self) -> AbstractContextManager[Any]:
         """Return what a model without weights has to run in."""
@@ -186,7 +187,7 @@ class CostModel:
         """Return the model split at `cut`; a cut that cannot be is a ValueError."""
         if cut not in self._splits:
             with self.shapes():
-                self._splits = {cut: split_model(self.model, cut).train()}
+                self._splits, self._passes = {cut: split_model(self.model, cut).train()}, Passes()
         return self._splits[cut]
 
     def costs(self, method: Method, cut: int, plan: Round, run: Run | None = None) -> list[Cost]:
@@ -299,22 +300,23 @@ class CostModel:
         optimizers = [torch.optim.AdamW(list(side.values()), lr=0.0) for side in (ours, theirs)]
         with preserved_random_state(), self.shapes():
             method.setup(split, loss_spec, seed=0)
-            client = ClientSide(split.client, self.samples.batches(sizes), optimizers[0], context, loss_spec)
+            client = CountedClient(split.client, self.samples.batches(sizes), optimizers[0], context, loss_spec)
             server = CountedServer(split.server, optimizers[1], context, loss_spec)
-            server.counter = OperationCounter(compute)
-            link = CountedLink(method, client, server.counter)
-            with differentiable_attention(), server.counter:
+            counter = client.counter = server.counter = OperationCounter(compute)
+            client.passes = server.passes = None if compute else self._passes
+            link = CountedLink(method, client, counter)
+            with differentiable_attention(), counter:
                 method.round(link, server)
         # The paper's table leaves an averaged head out.
         link.meter.federate(sent_form(self.adapter_codec, {**ours, **method.federated()}), {})
         exchanged = sum(client.initial.nbytes().values())
         numbers = {
             "transfers": link.meter.transfers,
-            "client_flops": server.counter.flops["client"],
-            "server_flops": server.counter.flops["server"],
+            "client_flops": counter.flops["client"],
+            "server_flops": counter.flops["server"],
             "client_last_flops": link.last_flops,
-            "server_meanwhile_flops": server.counter.flops["server"] - link.server_flops_before_last,
-            "placeholder_flops": sum(server.counter.placeholder_flops.values()),
+            "server_meanwhile_flops": counter.flops["server"] - link.server_flops_before_last,
+            "placeholder_flops": sum(counter.placeholder_flops.values()),
             "train.server_flops": server.train_flops,
             "train.placeholder_flops": server.train_placeholder_flops,
             "memory.weights": split.client.nbytes() + link.foreign_weights(),

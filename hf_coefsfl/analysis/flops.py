@@ -249,21 +249,6 @@ class RoundFlops:
         return self.gflops | {f"{name}_per_round": value * num_samples for name, value in self.gflops.items()}
 
 
-class CountedServer(ServerSide):
-    """A server side that knows which of the counted operations belong to its own training."""
-
-    counter: OperationCounter
-    train_flops = 0
-    train_placeholder_flops = 0
-
-    def _train(self, smashed: SmashedData, batch: int) -> None:
-        """Count a training step."""
-        flops, placeholder_flops = self.counter.flops["server"], self.counter.placeholder_flops["server"]
-        super()._train(smashed, batch)
-        self.train_flops += self.counter.flops["server"] - flops
-        self.train_placeholder_flops += self.counter.placeholder_flops["server"] - placeholder_flops
-
-
 def is_meta(t: Tensor) -> bool:
     """Return whether a tensor is on the meta device; a fake one is not."""
     return not isinstance(t, FakeTensor) and t.is_meta

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..protocol.devices import to_device
 from ..protocol.link import ClientLink
 from ..protocol.messages import Feedback, SmashedData
-from ..protocol.server_side import ServerSide, on_graph
+from ..protocol.server_side import ServerSide
 from .base import at_least, option
 from .reuse import ReusedFeedback
 
@@ -49,12 +49,7 @@ class CycleSL(ReusedFeedback):
             generator = torch.Generator().manual_seed(server.context.derive_seed("method", epoch))
             for batch, data in enumerate(resampled(smashed, groups, generator)):
                 server.train_step(data, batch)
-        client.update(client.stage(_answer(server, data, batch) for batch, data in enumerate(smashed)))
-
-
-def _answer(server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
-    leaf = on_graph(smashed)
-    return Feedback(server.feedback_gradient(server.forward(leaf, batch).loss, leaf))
+        client.update(client.stage(Feedback(server.answer(data, batch)) for batch, data in enumerate(smashed)))
 
 
 def alike_batches(smashed: Sequence[SmashedData]) -> list[dict[int, int]]:

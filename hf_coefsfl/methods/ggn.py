@@ -68,7 +68,7 @@ class GGN(GradientReuse):
 
         start = gradient.flatten(1)
         start = start if start.dtype == torch.float64 else start.float()
-        values, vectors = leading_eigenpairs(matvec, start, self.num_iterations, self.rank)
+        values, vectors = leading_eigenpairs(server.repeated(matvec), start, self.num_iterations, self.rank)
         scaled = vectors * values.clamp(min=0).sqrt()[:, :, None]  # the matrix is positive semi-definite
         return Feedback(gradient, scaled.view(len(s), -1, *s.shape[1:]).to(s.dtype))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -34,6 +34,11 @@ class ServerSide(Side):
         leaf = on_graph(smashed)
         return torch.autograd.grad(self.forward(leaf, batch).loss, leaf.activations)[0]
 
+    def answer(self, smashed: SmashedData, batch: int) -> Tensor:
+        """g of one pass over a batch, as `feedback_gradient` takes it."""
+        leaf = on_graph(smashed)
+        return self.feedback_gradient(self.forward(leaf, batch).loss, leaf)
+
     def feedback_gradient(self, loss: Tensor, leaf: SmashedData, retain_graph: bool = False) -> Tensor:
         """g of a loss on the graph of `leaf`, for the client; within `training_on_feedback` for `step` too."""
         if not self._trains_on_feedback:
@@ -52,6 +57,10 @@ class ServerSide(Side):
             yield
         finally:
             self._trains_on_feedback = False
+
+    def repeated(self, work: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Return work that costs the same each time it is called in a pass; a count of operations does it once."""
+        return work
 
     def train_step(self, smashed: SmashedData, batch: int) -> Tensor:
         """θˢ ← θˢ − η ∇L(s; θˢ). Return ∇ₛL of the same backward pass, at the weights before the step."""
