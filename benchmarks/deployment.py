@@ -1,14 +1,14 @@
 """Measures bytes and seconds of a run over Flower, against the ledger and the simulation, also over a slow link.
 
-python benchmarks/deployment.py [--rates 10 100] [--delay 50] [--rows 48] [--rounds 2] [--methods vanilla coef_j ...]
+python benchmarks/deployment.py [--task mnli] [--links none 10 100] [--delay 50] [--rows 48] [--methods vanilla ...]
 
 A method may have a codec of the exchange behind a colon: coef_p:compact, or JSON as in
-'coef_p:{"smashed_data": "int3", "gradients": "topk8"}'.
+'coef_p:{"smashed_data": "int4", "gradients": "int8"}'. Its adapters are then sent by `--adapter-codec`.
 
 The script runs a real SuperLink and two real SuperNodes on this machine. Each SuperNode reaches the SuperLink through
-a TCP proxy of its own (slow_link.py), which counts every byte and can be slow: `--rates` Mbit/s pass in each direction,
-and each byte arrives `--delay` ms later. HTTP headers and Flower's polling count, and there is no TLS. Seconds are
-wall-clock time.
+a TCP proxy of its own (slow_link.py), which counts every byte and can be slow: `--links` Mbit/s pass in each direction,
+and each byte arrives `--delay` ms later. "none" is a link without a limit. HTTP headers and Flower's polling count, and
+there is no TLS. Seconds are wall-clock time.
 
 Wire bytes are counted from the beginning of the first round to the end of the last. The start of a run (sending the
 app, introductions) is not part of the ledger. The column "whole run" includes it, and everything else before and after
@@ -24,7 +24,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 import argparse
 import contextlib
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -32,175 +31,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, load_dataset
 from datasets.utils.logging import disable_progress_bar
-from loopback import APP, ROOT, Loopback
+from deployed_site import CLIENTS, TASKS, Site
+from loopback import ROOT, Loopback
 from slow_link import Proxy
 from transformers.utils import logging
 
 from hf_coefsfl.analysis.tables import MIB, format_table
-from hf_coefsfl.cli import main as coefsfl
-from hf_coefsfl.flower.options import read_run_config
-from hf_coefsfl.tasks.run import make_trainer
+from hf_coefsfl.protocol.adapters import ADAPTER_CODECS
 
-CLIENTS, CUT, TEST_ROWS = 2, 2, 32
 IDLE = 20  # seconds for which nodes without work are watched
 UNLIMITED = "no limit"
-METHODS = ["vanilla", "coef_j", "coef_p:compact", 'coef_p:{"smashed_data": "int3", "gradients": "topk8"}']
-ROUNDS = "rounds.jsonl"
-# The app of recipes/flower, which also writes down when each round began and ended, and what its messages held.
-SERVER_APP = f"""
-import json
-import time
-from pathlib import Path
-
-from hf_coefsfl.flower import server_app as app
-from hf_coefsfl.flower.transport import Courier
-from hf_coefsfl.flower.deployment import Deployment
-from hf_coefsfl.flower.wire import content
-
-ask, run_round, asked = Courier.ask, Deployment.run_round, []
-
-
-def payload(records):
-    return sum(len(value) for value in records["header"].values() if isinstance(value, bytes))
-
-
-def counted(self, node, kind, header, chunk, deadline):
-    reply = ask(self, node, kind, header, chunk, deadline)
-    asked.append([kind, payload(reply), payload(content({{}}, chunk))])
-    return reply
-
-
-def timed(self, *args, **kwargs):
-    asked.clear()
-    start = time.time()
-    reports = run_round(self, *args, **kwargs)
-    told = dict(start=start, end=time.time(), messages=asked)
-    with (Path(self.args.output_dir) / "{ROUNDS}").open("a") as file:
-        print(json.dumps(told), file=file)
-    return reports
-
-
-Courier.ask, Deployment.run_round = counted, timed
-__all__ = ["app"]
-"""
-
-
-# ---- A run ----
-
-
-class Site:
-    """The data of the clients, the halves of the model, and the options of a run."""
-
-    def __init__(self, folder: Path, options: argparse.Namespace):
-        self.folder = folder
-        rows = load_dataset("parquet", data_files=str(options.data / "train.parquet"), split="train")
-        rows = rows.shuffle(seed=0).select(range(CLIENTS * options.rows))
-        parts = [rows.select(range(c, len(rows), CLIENTS)) for c in range(CLIENTS)]
-        for client, part in enumerate(parts):
-            part.to_parquet(str(folder / f"client{client}" / "train.parquet"))
-        everyone = [row | {"client": client} for client, part in enumerate(parts) for row in part]
-        Dataset.from_list(everyone).to_parquet(str(folder / "all" / "train.parquet"))
-        test = load_dataset("parquet", data_files=str(options.data / "test.parquet"), split="train")
-        for place in ("all", "server"):
-            test.select(range(TEST_ROWS)).to_parquet(str(folder / place / "test.parquet"))
-        self.common: dict[str, Any] = {
-            "task": "mnli", "model_name_or_path": str(options.model), "eval_split": "test", "cut": CUT,
-            "use_cpu": True, "disable_tqdm": True, "num_clients": CLIENTS, "participation": 1.0,
-            "num_rounds": options.rounds, "warmup_rounds": 0, "eval_steps": options.rounds, "learning_rate": 1e-3,
-            "per_device_train_batch_size": options.batch_size,
-        }  # fmt: skip
-        argv = ["--model_name_or_path", str(options.model), "--dataset_name", str(folder / "server")]
-        argv += ["--eval_split", "test", "--cut", str(CUT), "--use_cpu", "true", "--output_dir", str(folder / "half")]
-        if coefsfl(["split", "mnli", *argv]) != 0:
-            raise RuntimeError("the model could not be split")
-        self.app = folder / "app"
-        shutil.copytree(APP, self.app, ignore=shutil.ignore_patterns("__pycache__"))
-        (self.app / "server_app.py").write_text(SERVER_APP)
-
-    def node_config(self, client: int) -> dict[str, Any]:
-        half = str(self.folder / "half" / "client")
-        return {"partition-id": client, "dataset": str(self.folder / f"client{client}"), "client-half": half}
-
-    def simulate(self, method: str) -> dict[str, Any]:
-        """Run all in this process; return its seconds per round and its ledger."""
-        data = {"dataset_name": str(self.folder / "all"), "partition": "column", "partition_column": "client"}
-        place = asked_for(method) | {"output_dir": str(self.folder / f"{plain(method)}-simulated")}
-        options = read_run_config(self.common | data | place)
-        trainer, _ = make_trainer(options.task(options.arguments, keep="client"), options.config)
-        run_round, seconds = trainer.rounds.run_round, []
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.time()
-            reports = run_round(*args, **kwargs)
-            seconds.append(time.time() - start)
-            return reports
-
-        trainer.rounds.run_round = timed
-        trainer.train()
-        total = trainer.ledger.total
-        return {"seconds": sum(seconds) / len(seconds), "ledger": [sum(total.up.values()), sum(total.down.values())]}
-
-    def deploy(self, flower: Loopback, proxies: list[Proxy], method: str, link: str) -> dict[str, Any]:
-        """Run over Flower; return what it took."""
-        output = self.folder / f"{plain(method)}-{plain(link)}"
-        place = asked_for(method) | {"dataset_name": str(self.folder / "server"), "output_dir": str(output)}
-        before, begin = retries(flower), time.time()
-        said = flower.run(self.common | place | {"min_clients": CLIENTS}, timeout=3600, app=self.app)
-        end = time.time()
-        if not (output / "communication.json").exists():
-            raise RuntimeError(f"{method}, {link}: the run failed.\n{said}")
-        ledger = json.loads((output / "communication.json").read_text())
-        failures = [entry for entry in ledger["entries"] if "failure" in entry]
-        if failures:
-            raise RuntimeError(f"{method}, {link}: clients failed: {failures}")
-        history = json.loads((output / "trainer_state.json").read_text())["log_history"]
-        client, server = (sum(entry.get(f"{side}_seconds", 0.0) for entry in history) for side in ("client", "server"))
-        rounds = [json.loads(line) for line in (output / ROUNDS).read_text().splitlines()]
-        first, last = rounds[0]["start"], rounds[-1]["end"]
-        messages = [message for each in rounds for message in each["messages"]]
-        return {
-            "method": method,
-            "link": link,
-            "ledger": [sum(ledger["total"][way].values()) for way in ("up", "down")],
-            "payload": [sum(up for _, up, _ in messages), sum(down for _, _, down in messages)],
-            "wire": [sum(getattr(p, way).count(first, last) for p in proxies) for way in ("up", "down")],
-            "requests": added([p.requests(first, last) for p in proxies]),
-            "whole run": sum(lane.count(begin, end) for p in proxies for lane in (p.up, p.down)),
-            "retries": retries(flower) - before,
-            "watched": last - first,
-            "rounds": [each["end"] - each["start"] for each in rounds],
-            "seconds": sum(each["end"] - each["start"] for each in rounds) / len(rounds),
-            "computing": (server + client / CLIENTS) / len(rounds),  # clients work at once, the server in turn
-            "messages": len(messages) / len(rounds) / CLIENTS,
-            "exchanges": ledger["total"]["transfers"] / len(rounds) / CLIENTS,
-        }
-
-
-def asked_for(method: str) -> dict[str, str]:
-    """Return the options of METHOD or METHOD:CODEC."""
-    name, _, codec = method.partition(":")
-    return {"method": name} | ({"exchange_codec": codec} if codec else {})
-
-
-def plain(text: str) -> str:
-    """Return a text as a part of a file's name."""
-    return "".join(letter if letter.isalnum() else "_" for letter in text)
-
-
-def added(counts: list[dict[str, list[int]]]) -> dict[str, list[int]]:
-    """Return the sums of what the proxies have counted."""
-    total: dict[str, list[int]] = {}
-    for each in counts:
-        for name, numbers in each.items():
-            total[name] = [a + b for a, b in zip(total.get(name, [0, 0, 0]), numbers, strict=True)]
-    return total
-
-
-def retries(flower: Loopback) -> int:
-    """Return how often nodes say that they had to send a request again."""
-    return sum(flower.log(f"node{c}").count("Connection attempt failed") for c in range(CLIENTS))
+METHODS = ["vanilla", "coef_j", "coef_p:int4", "coef_p:compact"]
 
 
 # ---- Tables ----
@@ -247,56 +89,107 @@ def request_rows(run: dict[str, Any]) -> list[dict[str, Any]]:
     return [*rows, {"request": "all", **total}]
 
 
-def speed_row(method: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the seconds of a method's round on each link, and its bytes on the wire without a limit."""
-    mine = [run for run in runs if run["method"] == method]
-    free = next(run for run in mine if run["link"] == UNLIMITED)
-    rounds = len(free["rounds"])
+def speed_row(run: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what a round takes, and how often that fits into the first method's on the same link."""
+    rounds = len(run["rounds"])
+    first = next(other for other in runs if other["link"] == run["link"])
     return {
-        "method": method,
-        "messages": free["messages"],
-        "up, MiB": free["wire"][0] / rounds / MIB,
-        "down, MiB": free["wire"][1] / rounds / MIB,
-        "computing, s": free["computing"],
-        **{f"{run['link']}, s": run["seconds"] for run in mine},
+        "method": run["method"],
+        "link": run["link"],
+        "messages": run["messages"],
+        "up, MiB": run["wire"][0] / rounds / MIB,
+        "down, MiB": run["wire"][1] / rounds / MIB,
+        "server, s": run["server"],
+        "client, s": run["client"],
+        "between, s": run["between"],
+        "round, s": run["seconds"],
+        "times as fast": first["seconds"] / run["seconds"],
     }
+
+
+def report(options: argparse.Namespace, runs: list[dict[str, Any]], simulated: dict[str, Any], idle: float) -> None:
+    """Print the tables."""
+    firsts = {method: next(run for run in runs if run["method"] == method) for method in options.methods}
+    print(
+        f"{options.task}: {CLIENTS} clients of {options.rows} rows, batches of {options.batch_size}, rounds: "
+        f"{options.rounds}. Adapters of methods with a codec: {options.adapter_codec}."
+    )
+    print("Flower's own time and bytes for each message are in all that follows.\n")
+    print("Bytes on the wire against the ledger: all, by direction, and as far as they are payload or polling.")
+    print(f"A node without work moves {idle:.0f} bytes/s: its polling. Retries: of requests, by Flower.")
+    columns = {"method": "", "link": "", "ledger, MiB": ".2f", "wire, MiB": ".2f"}
+    shares = ("wire/ledger", "up", "down", "payload/ledger", "polling/ledger", "whole run")
+    print(format_table([wire_row(run, idle) for run in runs], columns | dict.fromkeys(shares, ".4f") | {"retries": ""}))
+    if simulated:
+        link = runs[0]["link"]
+        print(f"\nSeconds of a round ({link}), against the same run in one process. Messages: per client and round.")
+        columns = {"method": "", "simulation, s/round": ".2f", "Flower, s/round": ".2f", "ratio": ".1f"}
+        columns |= {"messages": ".1f", "beyond it, s/message": ".2f", "same ledger": ""}
+        print(format_table([time_row(run, simulated[method]) for method, run in firsts.items()], columns))
+    for method, run in firsts.items():
+        print(f"\n{method}: requests of a message, and their bytes beside the payload. Pulls include polling.")
+        print(format_table(request_rows(run), {"request": "", "number": ".2f", "up": ".0f", "down": ".0f"}))
+    print(f"\nSeconds of a round; slow links delay by {options.delay:g} ms each way. Bytes: on the wire, of all.")
+    print(
+        "Server: its computing for all clients, in turn. Client: that of one; both overlap in part. Between: all else"
+    )
+    print(f"in a client's messages (bytes, requests, looks, loading). Times as fast: as {options.methods[0]}.")
+    columns = {"method": "", "link": "", "messages": ".1f", "up, MiB": ".2f", "down, MiB": ".2f"}
+    seconds = ("server, s", "client, s", "between, s", "round, s", "times as fast")
+    print(format_table([speed_row(run, runs) for run in runs], columns | dict.fromkeys(seconds, ".1f")))
+
+
+# ---- The runs ----
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--task", choices=TASKS, default="mnli", help="mnli: SICK, a RoBERTa; cifar100: a small ViT")
     parser.add_argument(
-        "--rates", type=float, nargs="*", default=[10.0, 100.0], help="Mbit/s of the links, each way, of each client"
+        "--links", nargs="+", default=["none", "10", "100"], help="Mbit/s each way of each client; none: no limit"
     )
-    parser.add_argument("--delay", type=float, default=50.0, help="ms by which it delays, each way")
+    parser.add_argument("--delay", type=float, default=50.0, help="ms by which a slow link delays, each way")
     parser.add_argument("--rows", type=int, default=48, help="of each client")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--methods", nargs="+", default=METHODS, help="METHOD or METHOD:CODEC")
-    parser.add_argument("--model", type=Path, default=ROOT.parent / "shared" / "models" / "granite-30m-roberta")
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "sick_nli")
+    parser.add_argument(
+        "--adapter-codec", choices=ADAPTER_CODECS, default="int8", help="of the adapters, for METHOD:CODEC"
+    )
+    parser.add_argument("--model", type=Path, help="default: beside the clone, in shared/models")
+    parser.add_argument("--data", type=Path, help="train.parquet and test.parquet; default: in shared/data")
+    parser.add_argument("--no-simulation", action="store_true", help="do not run it in one process, too")
     parser.add_argument("--cold", action="store_true", help="use flower-supernode, which starts a process per message")
     parser.add_argument("--keep", type=Path, help="keep logs and results in this folder")
     parser.add_argument("--json", type=Path, help="write the figures here after each run, too")
     options = parser.parse_args()
-    options.model, options.data = options.model.resolve(), options.data.resolve()
+    model, data = TASKS[options.task]
+    shared = ROOT.parent / "shared"
+    options.model = (options.model or shared / "models" / model).resolve()
+    options.data = (options.data or shared / "data" / data).resolve()
     for needed in (options.model / "config.json", options.data / "train.parquet", options.data / "test.parquet"):
         if not needed.exists():
-            parser.error(f"{needed} is not there. Name others with --model and --data (premise, hypothesis, label).")
+            parser.error(f"{needed} is not there. Name others with --model and --data (columns as in {data}).")
+    links: dict[str, tuple[float, ...]] = {}
+    for link in options.links:
+        try:
+            limits = () if link == "none" else (float(link) * 1e6 / 8, options.delay / 1000)
+        except ValueError:
+            parser.error(f"--links {link}: give Mbit/s, or none for no limit.")
+        links[f"{link} Mbit/s" if limits else UNLIMITED] = limits
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep.resolve() if options.keep else Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        measure(folder, options)
+        measure(folder, options, links)
 
 
-def measure(folder: Path, options: argparse.Namespace) -> None:
-    links: dict[str, tuple[float, ...]] = {UNLIMITED: ()}
-    links |= {f"{rate:g} Mbit/s": (rate * 1e6 / 8, options.delay / 1000) for rate in options.rates}
+def measure(folder: Path, options: argparse.Namespace, links: dict[str, tuple[float, ...]]) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         site = Site(folder, options)
-        simulated = {method: site.simulate(method) for method in options.methods}
+        simulated = {} if options.no_simulation else {method: site.simulate(method) for method in options.methods}
     runs: list[dict[str, Any]] = []
     flower = Loopback(folder, warm=not options.cold)
     proxies = [Proxy(flower.port) for _ in range(CLIENTS)]
@@ -318,34 +211,7 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
     finally:
         for proxy in proxies:
             proxy.close()
-    idle = seen / IDLE / CLIENTS
-    free = {run["method"]: run for run in runs if run["link"] == UNLIMITED}
-    wire = [wire_row(run, idle) for run in runs]
-    times = [time_row(free[m], simulated[m]) for m in options.methods]
-    speeds = [speed_row(method, runs) for method in options.methods]
-    print(f"{CLIENTS} clients of {options.rows} rows, batches of {options.batch_size}, {options.rounds} rounds.")
-    print("Flower's own time and bytes for each message are in all that follows.\n")
-    print("Bytes on the wire against the ledger: all, by direction, and as far as they are payload or polling.")
-    print(f"A node without work moves {idle:.0f} bytes/s: its polling. Retries: of requests, by Flower.")
-    columns = {"method": "", "link": "", "ledger, MiB": ".2f", "wire, MiB": ".2f", "wire/ledger": ".4f", "up": ".4f"}
-    print(
-        format_table(
-            wire,
-            columns | dict.fromkeys(("down", "payload/ledger", "polling/ledger", "whole run"), ".4f") | {"retries": ""},
-        )
-    )
-    print("\nSeconds of a round without a limit, against the same run in one process. Messages: per client and round.")
-    columns = {"method": "", "simulation, s/round": ".2f", "Flower, s/round": ".2f", "ratio": ".1f", "messages": ".1f"}
-    print(format_table(times, columns | {"beyond it, s/message": ".2f", "same ledger": ""}))
-    for method in options.methods:
-        print(f"\n{method}: requests of a message, and their bytes beside the payload. Pulls include polling.")
-        print(format_table(request_rows(free[method]), {"request": "", "number": ".2f", "up": ".0f", "down": ".0f"}))
-    print(
-        f"\nSeconds of a round; slow links delay by {options.delay:g} ms each way. Bytes: on the wire, of all clients."
-    )
-    print("Messages: of a client. Computing: of the server for all clients, and of one client; they overlap in part.")
-    columns = {"method": "", "messages": ".1f", "up, MiB": ".2f", "down, MiB": ".2f", "computing, s": ".1f"}
-    print(format_table(speeds, columns | {f"{link}, s": ".1f" for link in links}))
+    report(options, runs, simulated, seen / IDLE / CLIENTS)
 
 
 if __name__ == "__main__":

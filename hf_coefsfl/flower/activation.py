@@ -4,7 +4,8 @@ A node that was killed counts as online until its heartbeat runs out, a minute l
 does not activate another process with the same key, and Flower's own command gives up at once.
 
 It also looks for the next message at better times. Flower's command looks at once after an answer, when nothing can be
-there yet, and then every three seconds.
+there yet, and then every three seconds. And it looks more often whether the ClientApp, on the same machine, has
+answered: Flower's command does so every half second.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,6 +24,7 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 logger = logging.getLogger("flwr")
 _PAUSE, _LONGEST_PAUSE, _GROWTH = 5.0, 60.0, 1.5  # seconds between two attempts, and how they grow
 _LOOKS = (0.5, 1.0, 2.0)  # seconds before each of the first looks for a message after an answer; then Flower's pauses
+_ANSWERS, _OWN_LOOK = 0.5, 0.05  # seconds between two of Flower's looks for an answer of the ClientApp, and ours
 
 
 class PatientClient(FleetHttpClient):
@@ -70,10 +73,15 @@ class PatientClient(FleetHttpClient):
         return super().PullMessages(request)
 
 
+def _pause(seconds: float) -> None:
+    time.sleep(_OWN_LOOK if seconds == _ANSWERS else seconds)
+
+
 def main() -> None:
     """Run `flower-supernode` with the options of this command."""
-    from flwr.supernode import fleet_http_connection
+    from flwr.supernode import fleet_http_connection, start_client_internal
 
+    start_client_internal.time = SimpleNamespace(sleep=_pause)  # type: ignore[assignment]
     fleet_http_connection.FleetHttpClient = PatientClient  # type: ignore[misc]
     sys.argv[0] = "flower-supernode"  # by which Flower knows which of its commands it is
     flower_supernode()

@@ -201,10 +201,10 @@ def _chunk_size(header: dict[str, Any]) -> int:
 
 
 def _node(context: Context) -> ClientNode:
-    from .client_node import ClientNode
+    from .prepared import node_of
 
     with failing_as(Code.SETUP):
-        return ClientNode(context.run_config, context.node_config)
+        return node_of(context.run_id, context.run_config, context.node_config)
 
 
 def _answer(header: dict[str, Any], outbox: Path, chunk_size: int) -> Any:

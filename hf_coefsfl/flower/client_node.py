@@ -71,9 +71,10 @@ class ClientNode:
             raise ValueError("The node config has no dataset: the folder or file of the client's own data.")
         self.half = load_client(str(source)).to(self.config.device)
         self.policy.check_half(self.half.cut)
-        if own and self.config.smashed_noise:
-            read = {n: getattr(options.arguments, n) for n in ("max_length", "stride") if hasattr(options.arguments, n)}
-            self.lasting.keep({"smashed_noise": self.config.smashed_noise} | read)
+        self._read = {
+            n: getattr(options.arguments, n) for n in ("max_length", "stride") if hasattr(options.arguments, n)
+        }
+        self.keep_noise()
         set_mode(self.half, self.config)
         model: Any = unwrapped(self.half.model)
         self.parameters = {name: p for name, p in self.half.model.named_parameters() if p.requires_grad}
@@ -121,6 +122,11 @@ class ClientNode:
         alone = Federation([mine], Partition((np.arange(len(mine)),), (self.name,)))
         check.clients(alone, prepared.data_collator)
         self.data = ClientData(federation, prepared.data_collator, check, self.config)
+
+    def keep_noise(self) -> None:
+        """Refuse another noise than the client has sent its data with; what it is sent with first is kept."""
+        if self.has_own_data and self.config.smashed_noise:
+            self.lasting.keep({"smashed_noise": self.config.smashed_noise} | self._read)
 
     def batches(self, round_index: int) -> Batches:
         """Return the mini-batches of a round."""

@@ -21,7 +21,7 @@ from .deployment import Deployment
 from .memory import return_freed_memory
 from .options import LABELS_ARE_TEXT, DeploymentOptions, read_run_config
 from .roster import Roster
-from .transport import Courier
+from .transport import Courier, look_often
 
 logger = logging.getLogger(__name__)
 server_app = ServerApp()
@@ -78,6 +78,7 @@ class DeployedTrainer(SplitFedTrainer):
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
     """Train with the clients of the grid, evaluate, save and describe the adapter."""
+    look_often()
     serve(grid, context.run_config)
 
 

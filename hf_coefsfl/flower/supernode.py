@@ -1,9 +1,10 @@
 """`python -m hf_coefsfl.flower.supernode`: a `flower-supernode` whose ClientApp starts in a moment.
 
 Flower starts a process for each message, and importing PyTorch, transformers and PEFT takes it seconds. Here a process
-that has them loaded forks itself for each message instead. And it waits if the SuperLink does not let it in yet. It
-takes the options of `flower-supernode`; the messages and the results are the same. The code that a run brings along is
-not run: the ClientApp is that of this package, as it is installed here.
+that has them loaded forks itself for each message instead. After the first message of a run another one has the
+client's half and data loaded, too (`prepared.py`). And it waits if the SuperLink does not let it in yet. It takes the
+options of `flower-supernode`; the messages and the results are the same. The code that a run brings along is not run:
+the ClientApp is that of this package, as it is installed here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import ctypes
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -20,6 +22,9 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Sequence
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +36,20 @@ from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult, Subpr
 from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
 from flwr.supernode.runtime import run_clientapp as runtime
 
+from .prepared import Prepared, loaded
+
 _PR_SET_PDEATHSIG = 1  # of Linux' prctl
+_LENGTH = 4  # bytes that a Connection writes before a message
 _ELSEWHERE = ("--isolation", "--clientappio-api-address", "--appio-ssl-ca-certfile", "--superexec-auth-secret-file")
 
 
 class ForkExecutor(SubprocessExecutor):
-    """Runs each message in a fork of this process."""
+    """Runs each message in a fork: of the process that has the client loaded, or else of this one."""
 
     def __init__(self, secret: Path) -> None:
         self._secret, self._forks = secret, set[int]()
+        self._told, self._tell = Pipe(duplex=False)  # forks say which client they had to load
+        self._prepared: Prepared | None = None
 
     def get_eligible_capacity(self, *_: Any, **__: Any) -> tuple[set[TaskType], set[str]]:
         """Ask for messages to the ClientApp alone: all else is code that a run brings along."""
@@ -50,7 +60,7 @@ class ForkExecutor(SubprocessExecutor):
         if spec.task_type != TaskType.CLIENT_APP:
             return LaunchResult.failed(f"{spec.task_type} is not run here: its code comes with the run.")
         address = TASK_TYPE_TO_APPIO_API_ADDRESS_ARG[spec.task_type]
-        arguments = [address, spec.runtime_api_address, "--token", spec.token, "--parent-pid", str(os.getpid())]
+        arguments = [address, spec.runtime_api_address, "--token", spec.token]
         if spec.insecure:
             arguments.append("--insecure")
         elif spec.root_certificates_path is not None:
@@ -58,18 +68,34 @@ class ForkExecutor(SubprocessExecutor):
         self._secret.unlink(missing_ok=True)  # the SuperNode has read it by now
         sys.stdout.flush()
         sys.stderr.flush()
-        fork = os.fork()
+        if self._prepared is not None and self._prepared.launch(arguments):
+            return LaunchResult.accepted()
+        me, fork = os.getpid(), os.fork()
         if fork == 0:
-            _become_client_app(arguments)
+            _become_client_app([*arguments, "--parent-pid", str(me)], self._tell)
         self._forks.add(fork)
         return LaunchResult.accepted()
 
     def reconcile(self) -> None:
-        """Take note of forks that have ended."""
+        """Take note of forks that have ended, and prepare the client that one of them had to load."""
         self._forks -= {fork for fork in self._forks if os.waitpid(fork, os.WNOHANG)[0]}
+        while self._told.poll():
+            self._prepare(self._told.recv_bytes())
+
+    def _prepare(self, told: bytes) -> None:
+        if self._prepared is not None:
+            if self._prepared.told == told and not self._prepared.has_failed:
+                return  # it was not ready yet, or it cannot be prepared
+            if self._prepared.pid in self._forks and not self._prepared.is_ready:
+                os.kill(self._prepared.pid, signal.SIGKILL)  # it still loads what nobody wants
+            self._prepared.end()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._prepared = Prepared(told, partial(_become_client_app, tell=self._tell), _begin_prepared)
+        self._forks.add(self._prepared.pid)
 
 
-def _become_client_app(arguments: list[str]) -> None:
+def _become_client_app(arguments: list[str], tell: Connection) -> None:
     status: Any = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -82,9 +108,19 @@ def _become_client_app(arguments: list[str]) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
+        with contextlib.suppress(OSError):  # nobody is there any more
+            # Longer ones would not be written in one piece, and half a piece would have the reader wait for the rest.
+            if (told := loaded()) is not None and len(told) + _LENGTH <= select.PIPE_BUF:
+                tell.send_bytes(told)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _begin_prepared() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    _end_with_parent()
 
 
 def _run_own_code() -> None:

@@ -16,22 +16,34 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Waiting
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from flwr.supercore.run import RunNotRunningException
+from flwr.superlink.grid import http_grid
 from tqdm.auto import tqdm
 
 from .errors import told
 from .wire import PROTOCOL, Incoming, Manifest, TransferError, chunk_of, content, header_of, integer, read_chunk
 
 logger = logging.getLogger(__name__)
-_POLL, _LONGEST_POLL = 0.05, 1.0  # seconds between two looks for an answer
+_POLL, _LONGEST_POLL, _GROWTH = 0.05, 0.5, 1.2  # seconds between two looks for an answer, and how they grow
 # What Flower raises if the SuperLink cannot be reached or has ended the run. All else comes of reading a reply.
 _TRANSPORT_ERRORS = (httpx.HTTPError, OSError, RunNotRunningException)
+
+
+def look_often() -> None:
+    """Have Flower take an answer that is still being sent when its last part has come.
+
+    Flower itself looks for a part after 1, 2, 4, 8, 10, 10, ... seconds. A look does not leave the server.
+    """
+    soon = partial(pull_objects, initial_backoff=_POLL, backoff_cap=_LONGEST_POLL, max_tries_per_object=None)
+    http_grid.pull_objects = soon
 
 
 class Unanswered(Exception):
@@ -102,7 +114,7 @@ class Courier:
                     answered.set_result(answers[0])
                     return
                 time.sleep(pause)
-                pause = min(pause * 1.5, _LONGEST_POLL)
+                pause = min(pause * _GROWTH, _LONGEST_POLL)
         except BaseException as error:  # of which some are Flower's, and nobody else sees this thread end
             plain = error if isinstance(error, Exception) else Unanswered(f"{type(error).__name__}: {error}")
             answered.set_exception(plain)

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 from flwr.supercore.error import ApiErrorCode
-from flwr.supernode import fleet_http_connection
+from flwr.supernode import fleet_http_connection, start_client_internal
 from flwr.supernode.fleet_http_client import FleetHttpClient
 
 from hf_coefsfl.flower import activation
@@ -53,6 +53,7 @@ def activated(link: Link, monkeypatch: pytest.MonkeyPatch) -> Any:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start the command, up to where Flower's own begins."""
     monkeypatch.setattr(fleet_http_connection, "FleetHttpClient", FleetHttpClient)
+    monkeypatch.setattr(start_client_internal, "time", start_client_internal.time)
     monkeypatch.setattr(activation, "flower_supernode", lambda: None)
     monkeypatch.setattr("sys.argv", ["python"])
     activation.main()
@@ -79,6 +80,18 @@ def test_it_looks_again_soon_after_an_answer(monkeypatch: pytest.MonkeyPatch, at
     letters.at = 0
     if at == 4:
         assert not client.PullMessages(None).messages_list and letters.looks == 4 and letters.pauses == pauses
+
+
+def test_it_looks_for_its_own_answer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop of Flower looks for what the ClientApp answers, and for its parts, with short pauses."""
+    answer, pauses, answers = SimpleNamespace(metadata=SimpleNamespace()), list[float](), list[Any]()
+    monkeypatch.setattr(activation.time, "sleep", lambda seconds: (pauses.append(seconds), answers.append(answer)))
+    state = SimpleNamespace(get_messages_legacy=lambda is_reply: answers)
+    with pytest.raises(AttributeError):  # the answer is only a stub
+        start_client_internal._push_messages(state, None, None, None)  # type: ignore[arg-type]
+    assert pauses == [0.05]
+    start_client_internal.time.sleep(3)  # between two looks at the SuperLink
+    assert pauses == [0.05, 3]
 
 
 def test_a_request_has_only_the_headers_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
