@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that is too pale for lines. Each
 # goes with a marker and a dash, so that curves that lie on each other and black and white prints stay readable.
-_COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-_MARKERS = ("o", "X", "s", "^", "D", "v", "P", "*")
+COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+MARKERS = ("o", "X", "s", "^", "D", "v", "P", "*")
 _DASHES = ("solid", "dashed", "dashdot", "dotted")
 _LOG_FROM = 5.0  # a spread of the runs' totals from which on a linear axis would squeeze the cheap ones
 
@@ -48,7 +48,8 @@ def new_figure(width: float, height: float, dpi: int = 150) -> Figure:
     return Picture(figsize=(width, height), dpi=dpi, layout="constrained")
 
 
-def _saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
+def saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
+    """Save a figure, unless `path` is None, and return it."""
     if path is not None:
         figure.savefig(path)
     return figure
@@ -130,7 +131,7 @@ def plot_runs(
         if 0 < min(totals) * _LOG_FROM <= max(totals):
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    styles = zip(cycle(_COLOURS), cycle(_MARKERS), cycle(_DASHES), strict=False)
+    styles = zip(cycle(COLOURS), cycle(MARKERS), cycle(_DASHES), strict=False)
     for (name, points), (colour, marker, dash) in zip(runs.items(), styles, strict=False):
         rounds, _, values = zip(*points, strict=True)
         style = {
@@ -153,7 +154,7 @@ def plot_runs(
     figure.legend(loc="outside lower center", ncols=min(len(runs), 5), frameon=False, handlelength=3.5)
     if title is not None:
         figure.suptitle(title, fontsize=11)
-    return _saved(figure, path)
+    return saved(figure, path)
 
 
 def plot_lines(
@@ -177,7 +178,7 @@ def plot_lines(
     for first, (axes, (label, runs)) in enumerate(
         zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True)
     ):
-        styles = zip(cycle(_COLOURS), cycle(_MARKERS), cycle(_DASHES), strict=False)
+        styles = zip(cycle(COLOURS), cycle(MARKERS), cycle(_DASHES), strict=False)
         for (name, points), (colour, marker, dash) in zip(runs.items(), styles, strict=False):
             style = {"color": colour, "marker": marker, "linestyle": dash, "linewidth": 1.8, "markersize": 5}
             x, y = zip(*points, strict=True) if points else ((), ())
@@ -192,7 +193,7 @@ def plot_lines(
     figure.legend(loc="outside lower center", ncols=min(most, columns), frameon=False, handlelength=3.5)
     if title is not None:
         figure.suptitle(title, fontsize=11)
-    return _saved(figure, path)
+    return saved(figure, path)
 
 
 def plot_partition(
@@ -245,7 +246,7 @@ def plot_partition(
             cells.text(client, label, str(count), ha="center", va="center", color=colour, fontsize=size)
     colourbar = figure.colorbar(image, ax=cells, fraction=0.04, pad=0.01, label="rows of the class")
     colourbar.ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-    return _saved(figure, path)
+    return saved(figure, path)
 
 
 def _class_name(value: Any, class_names: Sequence[str] | None) -> str:

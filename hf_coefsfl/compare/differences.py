@@ -74,13 +74,22 @@ def headings(places: Sequence[Place]) -> dict[Place, str]:
     return {place: ", ".join(patterns[i].format(place[i]) for i in shown) for place in places}
 
 
-def difference_rows(places: Mapping[Place, Sequence[Result]], baseline: str) -> list[dict[str, str]]:
-    """Return a row for each method: its difference to the baseline at each place, and over all of them."""
+def difference_rows(
+    places: Mapping[Place, Sequence[Result]], baseline: str | Mapping[str, str]
+) -> list[dict[str, str]]:
+    """Return a row for each method: its difference to the baseline at each place, and over all of them.
+
+    Args:
+        places: the results of each place.
+        baseline: the name of a row, or the names of the rows to compare, each with that of its baseline.
+    """
     by_name = {place: {r.cell.variant.name: r for r in found} for place, found in places.items()}
     names = dict.fromkeys(name for found in by_name.values() for name in found if name != baseline)
+    baselines = dict.fromkeys(names, baseline) if isinstance(baseline, str) else baseline
     rows = []
-    for name in names:
-        groups = {place: d for place, found in by_name.items() if (d := paired(found, name, baseline)) is not None}
+    for name in (name for name in names if name in baselines):
+        pairs = {place: paired(found, name, baselines[name]) for place, found in by_name.items()}
+        groups = {place: differences for place, differences in pairs.items() if differences is not None}
         if not groups:
             continue
         columns = headings(list(places)).items()

@@ -12,6 +12,9 @@ from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 from .._io import to_json, write_atomically
+from ..analysis.tables import MIB
+from ..federation.sampling import num_sampled
+from ..protocol.adapters import AS_THEY_ARE
 from ..tasks import TASKS
 from .grid import Cell, Run, Summary
 from .paper import PaperValue, paper_value
@@ -107,6 +110,7 @@ def run_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
             row = setting | {key: run.options[key] for key in ("learning_rate", "seed")}
             row |= {"chosen": run.id in chosen, "run": run.id}
             measured = {key: _number(summary.get(key)) for key in ("mib", "seconds", "server_gflops")}
+            measured["exchange_mib"] = exchange_mib(summary)
             counted = {
                 key: summary.get(key) for key in ("transfers", "num_rounds", "client_parameters", "server_parameters")
             }
@@ -147,6 +151,20 @@ def mean_or_none(values: Sequence[float | None]) -> float | None:
     """Return the mean, or None if there are no values or one is missing."""
     known = [value for value in values if value is not None]
     return mean(known) if known and len(known) == len(values) else None
+
+
+def exchange_mib(summary: Summary) -> float | None:
+    """Return the MiB of a run without its adapters; None if it cannot be known.
+
+    The summaries of older runs have the MiB of all only. Adapters in float32 are taken off by their number.
+    """
+    if summary.get("exchange_mib") is not None:
+        return float(summary["exchange_mib"])
+    if summary.get("adapter_codec", AS_THEY_ARE) != AS_THEY_ARE or "client_parameters" not in summary:
+        return None
+    clients = num_sampled(summary["num_clients"], summary["participation"])
+    both_ways = 2 * 4 * summary["client_parameters"]
+    return float(summary["mib"]) - both_ways * clients * summary["num_rounds"] / MIB
 
 
 def staleness(result: Result) -> list[dict[str, float]]:

@@ -158,6 +158,12 @@ class Ledger:
         total = self.total
         return (sum(total.up.values()) + sum(total.down.values())) / 2**20
 
+    @property
+    def exchange_mib(self) -> float:
+        """The same without adapters."""
+        total = self.total
+        return sum(size for way in (total.up, total.down) for kind, size in way.items() if kind != "adapters") / 2**20
+
     def clients_left(self, *, dropped: bool) -> dict[int, int]:
         """Return how many clients of each round did not fail, with or without those that dropped out on purpose."""
         left: dict[int, int] = {}

@@ -23,7 +23,7 @@ from .devices import to_device
 KINDS = ("smashed_data", "gradients", "curvature")  # of what is encoded; the rest is small and goes as it is
 _EXAMPLE = '{"smashed_data": "int4", "gradients": "int8"}'
 COMPACT = "compact"
-_COMPACT_CODEC = "int4"  # of every kind
+_COMPACT_CODECS = {"smashed_data": "int3", "gradients": "topk8", "curvature": "topk8"}  # a seventeenth of float32
 _LARGEST = 2.0**15  # to which float16 values are scaled
 _INDEX = 4  # bytes of the number of a token
 _LARGEST_BLOCK = 128  # features that are rotated together, and have one scale
@@ -312,7 +312,7 @@ def resolve_codecs(dtype: str = "float32", given: str | Mapping[str, str] | None
                 f"exchange_dtype={dtype!r} and exchange_codec={given!r} both speak of everything that crosses the cut. "
                 "Give one of them."
             )
-        return dict.fromkeys(KINDS, _COMPACT_CODEC if given == COMPACT else given)
+        return dict(_COMPACT_CODECS) if given == COMPACT else dict.fromkeys(KINDS, given)
     if not isinstance(given, Mapping):
         raise ValueError(
             f"exchange_codec={given!r} must be a name or a mapping of kinds to names. An example: {_EXAMPLE}."

@@ -234,6 +234,7 @@ def summarize(trainer: SplitFedTrainer, job: FineTuningTask, evaluated: list[str
         | ({"quantised": weights.quantised} if weights.quantised else {}),
         "id2label": weights.classes,
         "mib": trainer.ledger.mib,
+        "exchange_mib": trainer.ledger.exchange_mib,  # without adapters
         "transfers": trainer.ledger.total.transfers,
         "server_gflops": server_gflops(history, trainer.state.global_step),  # None without count_flops
         # Of both sides in all rounds, also those before an interruption.

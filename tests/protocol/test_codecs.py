@@ -197,10 +197,18 @@ def test_codecs_by_kind() -> None:
         return shown(SplitFedConfig(output_dir="out", **options).exchange_codecs)
 
     assert codecs() == "float32" and codecs(exchange_dtype="int3") == "int3" == codecs(exchange_codec="int3")
-    assert codecs(exchange_codec="compact") == "int4"
+    assert codecs(exchange_codec="compact") == "smashed_data int3, gradients topk8, curvature topk8"
     mixed = "smashed_data int8, gradients int3, curvature int8"
     assert codecs(exchange_dtype="int8", exchange_codec={"gradients": "int3"}) == mixed
     assert codecs(exchange_dtype="int8", exchange_codec='{"gradients": "int3"}') == mixed
+
+
+@pytest.mark.parametrize("shape", [(4, 65, 128), (97, 384), (4, 197, 192), (4, 197, 768)])
+def test_compact_has_less_than_a_sixteenth_of_the_bytes(shape: tuple[int, ...]) -> None:
+    """Of smashed data and gradients of a batch, and of curvature as large."""
+    sizes = [CODECS[name].nbytes(shape) for name in resolve_codecs(given="compact").values()]
+    plain = CODECS["float32"].nbytes(shape)
+    assert 16 * sum(sizes[:2]) < 2 * plain and 16 * sum(sizes) < 3 * plain
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
-"""Tables beside those in the paper's layout: paired differences, learning rates, parts of the error of gradients."""
+"""Tables beside those in the paper's layout: paired differences, codecs, learning rates, errors of gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean
 
 from ...analysis.tables import format_table
+from ..codecs import float32_rows, mean_difference_rows, mib_rows
 from ..differences import difference_rows, headings
 from ..grid import Summary, score
 from ..results import Result, staleness
@@ -17,22 +18,44 @@ _PROBED = {
     "cosine": "used_cosine", "displacement": "displacement", "best λ": "best_lambda",
 }  # fmt: skip
 
+_PAIRED = (
+    "Paired by seed, with 95 % bootstrap intervals over seeds; positive is better. With three seeds an interval is "
+    "hardly more than their range."
+)
+_SENT = (
+    "The exchange / all, with adapters: of a run, both directions, all clients, means over the seeds. Fewer: how many "
+    "times fewer bytes the exchange has than in float32, also without padding; of the same method and seeds, in the "
+    "mean over the columns. *: fewer seeds than in float32, so the MiB are of other samples."
+)
+
 
 def more_tables(results: Sequence[Result], baselines: Sequence[str]) -> str:
     """Return the tables as Markdown, empty if there is nothing to show."""
     differences = [_differences(results, baseline) for baseline in baselines]
-    return "\n".join([*differences, *_learning_rates(results), *_staleness(results)])
+    return "\n".join([*differences, *_codecs(results), *_learning_rates(results), *_staleness(results)])
 
 
 def _differences(results: Sequence[Result], baseline: str) -> str:
     rows = difference_rows(by_place(results), baseline)
-    if not rows:
-        return ""
-    note = (
-        "Paired by seed, with 95 % bootstrap intervals over seeds; positive is better. With three seeds an interval is "
-        "hardly more than their range."
-    )
-    return f"**Difference to {baseline}**\n\n{format_table(rows, markdown=True)}\n\n{note}\n"
+    return _titled(f"Difference to {baseline}", rows, _PAIRED) if rows else ""
+
+
+def _codecs(results: Sequence[Result]) -> list[str]:
+    """Return what rows that differ in their codecs only send, and what that costs, if there are such rows."""
+    places = by_place(results)
+    plain = float32_rows(places)
+    if not plain:
+        return []
+    tables = {
+        "Codecs: MiB": (mib_rows(places), _SENT),
+        "Codecs: difference to the same method in float32": (difference_rows(places, plain), _PAIRED),
+        "Codecs: difference to float32, mean over the methods": (mean_difference_rows(places), _PAIRED),
+    }
+    return [_titled(title, rows, note) for title, (rows, note) in tables.items() if rows]
+
+
+def _titled(title: str, rows: Sequence[Mapping[str, str]], note: str) -> str:
+    return f"**{title}**\n\n{format_table(rows, markdown=True)}\n\n{note}\n"
 
 
 def _learning_rates(results: Sequence[Result]) -> list[str]:

@@ -1,13 +1,18 @@
-"""Plots of a comparison: scores over rounds, MiB and the server's work, and the staleness of the gradients."""
+"""Plots of a comparison: scores over rounds, MiB, the server's work and codecs, and the staleness of gradients."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...analysis.plots import plot_lines, plot_runs
-from ..results import CurvePoint, Result, mean_curve, staleness
+from ...analysis.tradeoff import Lines, Point, plot_tradeoff
+from ..codecs import codec_name, families, has_all_seeds
+from ..differences import headings
+from ..grid import more_is_better
+from ..results import CurvePoint, Result, exchange_mib, mean_curve, mean_or_none, staleness
 
 PROBED = {
     "probe_used_cosine": "cosine with vanilla's gradient",
@@ -31,8 +36,8 @@ def place_name(place: tuple[str, str, str, int]) -> str:
 
 
 def write_plots(results: Sequence[Result], folder: Path) -> list[Path]:
-    """Draw each group of `by_place` into `folder` and return the files."""
-    written = []
+    """Draw each group of `by_place` into `folder`, and the codecs of all groups; return the files."""
+    written = _write_codecs(results, folder)
     for place, found in by_place(results).items():
         name = re.sub(r"[^a-z0-9]+", "-", place_name(place).lower()).strip("-")
         for score in dict.fromkeys(s for result in found for s in result.scores):
@@ -58,6 +63,42 @@ def write_plots(results: Sequence[Result], folder: Path) -> list[Path]:
             plot_lines(_panels(probed), path, title=f"Staleness: {place_name(place)}")
             written.append(path)
     return written
+
+
+def _write_codecs(results: Sequence[Result], folder: Path) -> list[Path]:
+    """Draw the first score over the MiB of the exchange if rows differ in their codecs only."""
+    places = by_place(results)
+    columns = headings(list(places))
+    panels: dict[str, Lines] = {}
+    lower: list[str] = []
+    scores: dict[str, None] = {}
+    for place, found in places.items():
+        lines = {family[0].cell.variant.name: _points(family) for family in families(found)}
+        panels[columns[place]] = {name: points for name, points in lines.items() if len(points) > 1}
+        if panels[columns[place]]:
+            summary = next(summary for result in found for _, summary in result.runs)
+            score = next(iter(summary["scores"]))
+            scores[score] = None
+            lower += [] if more_is_better(summary, score) else [columns[place]]
+    panels = {place: lines for place, lines in panels.items() if lines}
+    if not panels:
+        return []
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "codecs.png"
+    label = ", ".join(score if score == "perplexity" else f"{score} (%)" for score in scores)
+    plot_tradeoff(panels, path, metric=label, lower_is_better=lower)
+    return [path]
+
+
+def _points(family: Sequence[Result]) -> list[Point]:
+    """Return what each row of a family sends and reaches, without rows that lack seeds of the one in float32."""
+    points = []
+    for result in (r for r in family if has_all_seeds(r, family[0])):
+        mib = mean_or_none([exchange_mib(summary) for _, summary in result.runs])
+        score = next(iter(result.scores.values()))
+        if mib and score.mean is not None and math.isfinite(score.mean):
+            points.append(Point(codec_name(result, family[0]), mib, score.mean, score.std))
+    return points
 
 
 def _work(curves: Mapping[str, Sequence[CurvePoint]]) -> dict[str, list[float]]:
