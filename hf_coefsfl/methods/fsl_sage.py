@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..protocol.client_side import ClientSide
+from ..protocol.devices import to_host
 from ..protocol.link import ClientLink
 from ..protocol.loss import LossSpec
 from ..protocol.messages import Message, Parameters, SmashedData
@@ -211,17 +212,19 @@ class FSLSAGE(Method):
 
 
 def push(buffer: Sequence[SmashedData], new: Sequence[SmashedData], size: int) -> tuple[SmashedData, ...]:
-    """Return the youngest `size` samples of the buffer and what is new, first in, first out."""
+    """Return the youngest `size` samples of the buffer and what is new, first in, first out, off the device."""
     youngest: list[SmashedData] = []
     room = size
     for part in chain(reversed(new), reversed(buffer)):  # one at a time: `new` may lie in a file
         count = min(len(part.activations), room)
         if count == 0:
             break
-        last = torch.arange(len(part.activations) - count, len(part.activations))
-        youngest.append(select(part.map(torch.Tensor.cpu), last))
+        here = part.activations.device
+        youngest.append(select(part, torch.arange(len(part.activations) - count, len(part.activations), device=here)))
         room -= count
-    return tuple(reversed(youngest))
+    tensors = [t for part in youngest for t in part.tensors().values()]
+    arrived = dict(zip(map(id, tensors), to_host(tensors), strict=True))  # one copy, so that it is waited for once
+    return tuple(part.map(lambda t: arrived[id(t)]) for part in reversed(youngest))
 
 
 def select(smashed: SmashedData, index: Tensor) -> SmashedData:

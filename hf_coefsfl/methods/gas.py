@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
+from torch.nn.utils.rnn import pad_sequence
 
 from ..protocol.client_side import ClientSide
 from ..protocol.devices import to_device
 from ..protocol.link import ClientLink
 from ..protocol.loss import ONE_LABEL_A_SAMPLE, LossSpec
+from ..protocol.masks import with_rows
 from ..protocol.messages import Feedback, Message, SmashedData
 from ..protocol.packing import Exchange
 from ..protocol.padding import position_mask
 from ..protocol.server_side import ServerSide, on_graph
 from .base import ClientState, Method, at_least, option
-from .parts.class_statistics import ClassStatistics, class_moments, from_tensors, pooled, to_tensors, update
+from .parts.class_statistics import ClassStatistics, class_moments, from_tensors, pooled, seen_positions, to_tensors, update
 from .parts.costs import RoundKind, Workload
 from .reuse import ReusedFeedback
 
@@ -118,14 +120,15 @@ class GAS(ReusedFeedback):
         )
         ours = weighted(pooled(map(observe, smashed, labels)), server)
         statistics = update(self._initial(server), ours)
+        server.kept = to_tensors(ours)
+        seen_at = seen_positions(self.statistics, from_tensors(server.kept))
         missing: list[list[int]] = [[] for _ in range(client.num_batches)]
-        if can_generate(statistics, outlines(smashed), server.loss_spec.num_labels):
+        if can_generate(seen_at, outlines(smashed), server.loss_spec.num_labels):
             missing = spread(missing_labels(counts, self.samples_per_class), len(smashed))
         for _ in range(client.local_epochs):
             for batch, data in enumerate(smashed):
                 # Drawn anew in each epoch, to the same values: kept, they would outweigh the upload.
-                server.train_step(enlarge(data, missing[batch], statistics, server, batch), batch)
-        server.kept = to_tensors(ours)
+                server.train_step(enlarge(data, missing[batch], statistics, seen_at, server, batch), batch)
 
     def _exchange_each_batch(self, client: ClientLink, server: ServerSide) -> None:
         seen = torch.zeros(server.loss_spec.num_labels, device=server.context.device)
@@ -140,11 +143,12 @@ class GAS(ReusedFeedback):
                 client.update([Feedback(adjusted_gradient(server, smashed[0], batch, seen))], [batch])
                 observed = pooled([observed, observe(smashed[0], labels[0])])
                 statistics = update(initial, weighted(observed, server))
+                seen_at = seen_positions(self.statistics, observed)
                 missing: list[int] = []
-                if can_generate(statistics, smashed, len(seen)):
+                if can_generate(seen_at, smashed, len(seen)):
                     share = share_of(self.samples_per_class, batch, client.num_batches)
                     missing = missing_labels(counts, share)
-                server.train_step(enlarge(smashed[0], missing, statistics, server, batch), batch)
+                server.train_step(enlarge(smashed[0], missing, statistics, seen_at, server, batch), batch)
         server.kept = to_tensors(weighted(observed, server))
 
     def _initial(self, server: ServerSide) -> ClassStatistics:
@@ -249,20 +253,24 @@ def weighted(upload: ClassStatistics, server: ServerSide) -> ClassStatistics:
     return {label: moments.scaled(number) for label, moments in upload.items()}
 
 
-def can_generate(statistics: ClassStatistics, batches: Sequence[SmashedData], num_labels: int) -> bool:
-    """Whether every class has statistics at the positions of every batch: at some if it is masked, else at all."""
+def can_generate(seen: Mapping[int, Tensor], batches: Sequence[SmashedData], num_labels: int) -> bool:
+    """Whether every class was seen at the positions of every batch: at some if it is masked, else at all."""
+    if not all(label in seen for label in range(num_labels)):
+        return False
     for length, masked in {(data.activations.shape[1], position_mask(data) is not None) for data in batches}:
-        if not all(label in statistics for label in range(num_labels)):
-            return False
-        weights = [statistics[label].lengthened(length).weight[:length] for label in range(num_labels)]
-        seen = torch.stack(weights) > 0
-        if not bool((seen.any(1) if masked else seen.all(1)).all()):
+        parts = [seen[label][:length] for label in range(num_labels)]
+        if not all(bool(part.any()) if masked else len(part) == length and bool(part.all()) for part in parts):
             return False
     return True
 
 
 def enlarge(
-    smashed: SmashedData, labels: Sequence[int], statistics: ClassStatistics, server: ServerSide, batch: int
+    smashed: SmashedData,
+    labels: Sequence[int],
+    statistics: ClassStatistics,
+    seen: Mapping[int, Tensor],
+    server: ServerSide,
+    batch: int,
 ) -> SmashedData:
     """Return a batch with one generated activation appended for each of `labels`.
 
@@ -275,23 +283,24 @@ def enlarge(
     size, length, number = len(s), s.shape[1], len(labels)
     generator = server.context.generator("method", batch)
     drawn = [statistics[label].draw(1, length, generator) for label in labels]
-    mask = torch.cat([seen for _, seen in drawn])
+    mask = pad_sequence([seen[label][:length] for label in labels], batch_first=True)
+    mask = pad(mask, (0, length - mask.shape[1]))
 
     def extended(name: str, value: Tensor) -> Tensor:
         if value.ndim == 0 or len(value) != size:  # a flag, or the same for all samples
             return value
-        rows = value[torch.arange(number, device=value.device) % size]
+        fits = value.shape == s.shape[:2]
         if name == "attention_mask" and value.ndim == 2:
-            rows = mask if value.shape == s.shape[:2] else torch.ones_like(rows)
-        elif name == "padding" and value.shape == s.shape[:2]:
-            rows = ~mask
-        return torch.cat([value, rows.to(value.dtype)])
+            return with_rows(value, mask if fits else torch.ones(number, value.shape[1]))
+        if name == "padding" and fits:
+            return with_rows(value, ~mask)
+        return torch.cat([value, value[torch.arange(number, device=value.device) % size]])
 
     target = smashed.labels["labels"]
     new = to_device(torch.tensor(labels, dtype=target.dtype), target.device).reshape(number, *target.shape[1:])
     return replace(
         smashed,
-        activations=torch.cat([s, torch.cat([sample for sample, _ in drawn]).to(s.dtype)]),
+        activations=torch.cat([s, torch.cat(drawn).to(s.dtype)]),
         context={name: extended(name, value) for name, value in smashed.context.items()},
         labels=smashed.labels | {"labels": torch.cat([target, new])},
         shapes={n: (size + number, *dims[1:]) if dims[0] == size else dims for n, dims in smashed.shapes.items()},

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .devices import to_device
+
 
 class KnownMask(Tensor):
     """A mask on an accelerator beside the same one on the host, which answers questions about it.
@@ -80,3 +82,12 @@ def known_masks(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, 
         name: known_mask(t, here[name]) if isinstance(t, Tensor) and name.endswith("attention_mask") else t
         for name, t in there.items()
     }
+
+
+def with_rows(mask: Tensor, rows: Tensor) -> Tensor:
+    """Return a mask with rows of the host below it; it stays known."""
+    rows = rows.to(mask.dtype)
+    longer = torch.cat([mask, to_device(rows, mask.device)])
+    if isinstance(mask, KnownMask) and mask.is_known:
+        return known_mask(longer, torch.cat([mask.host, rows]))
+    return longer

@@ -27,6 +27,7 @@ from hf_coefsfl.methods.parts.class_statistics import (
     class_moments,
     from_tensors,
     pooled,
+    seen_positions,
     to_tensors,
     update,
 )
@@ -228,7 +229,8 @@ def test_per_batch_by_hand() -> None:
         twin_client.descend(gradient)
         statistics = pooled([statistics, observe(smashed, target)])
         missing = missing_labels([target.count(c) for c in range(3)], 16)
-        twin_server.train_step(enlarge(smashed, missing, update({}, statistics), twin_server, batch), batch)
+        known = update({}, statistics)
+        twin_server.train_step(enlarge(smashed, missing, known, seen_positions(known), twin_server, batch), batch)
     for ours, twin in zip(values(client) + values(server), values(twin_client) + values(twin_server), strict=True):
         assert torch.equal(ours, twin)
 

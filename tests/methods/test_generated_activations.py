@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_coefsfl.methods.gas import can_generate, enlarge, missing_labels, num_generated, observe, share_of, spread
-from hf_coefsfl.methods.parts.class_statistics import Moments, update
+from hf_coefsfl.methods.parts.class_statistics import Moments, seen_positions, update
 from hf_coefsfl.protocol.context import RoundContext
 from hf_coefsfl.protocol.loss import LossSpec
 from hf_coefsfl.protocol.messages import SmashedData
@@ -30,21 +30,27 @@ def test_draws_have_the_moments_they_are_drawn_from() -> None:
     mean = torch.tensor([[0.0, 5.0], [-3.0, 1.0], [2.0, 2.0]])
     variance = torch.tensor([[1.0, 4.0], [0.25, 9.0], [1e-5, 1.0]])
     moments = Moments(torch.ones(3), mean, variance)
-    drawn, mask = moments.draw(40_000, 3, generator(0))
+    drawn = moments.draw(40_000, 3, generator(0))
     torch.testing.assert_close(drawn.mean(0), mean, atol=0.06, rtol=0)
     torch.testing.assert_close(drawn.var(0), variance, atol=0, rtol=0.04)
     correlation = torch.corrcoef(drawn.flatten(1).T)
     assert (correlation - torch.eye(6)).abs().max() < 0.03
-    assert mask.shape == (40_000, 3) and mask.all()
 
 
 def test_draws_fit_the_length_of_the_batch() -> None:
     moments = Moments(torch.tensor([2.0, 1.0, 0.0]), torch.ones(3, 2), torch.tensor([[1.0], [1.0], [0.0]]).expand(3, 2))
-    short, mask = moments.draw(4, 1, generator(0))
-    assert short.shape == (4, 1, 2) and mask.tolist() == [[True]] * 4
-    long, mask = moments.draw(4, 5, generator(0))
-    assert long.shape == (4, 5, 2) and mask.tolist() == [[True, True, False, False, False]] * 4
-    assert (long[:, 3:] == 0).all()
+    assert moments.draw(4, 1, generator(0)).shape == (4, 1, 2)
+    long = moments.draw(4, 5, generator(0))
+    assert long.shape == (4, 5, 2) and (long[:, 2] == 1).all() and (long[:, 3:] == 0).all()
+    assert [seen.tolist() for seen in seen_positions({7: moments}).values()] == [[True, True, False]]
+
+
+def test_positions_that_any_has_seen() -> None:
+    def of(*weight: float) -> Moments:
+        return Moments(torch.tensor(weight), torch.zeros(len(weight), 1), torch.zeros(len(weight), 1))
+
+    seen = seen_positions({0: of(1, 0), 1: of(0, 2)}, {0: of(0, 0, 3)}, {})
+    assert {label: positions.tolist() for label, positions in seen.items()} == {0: [True, False, True], 1: [False, True]}
 
 
 def server_of(split: Any, task: LossSpec = CLASSIFICATION, client: int = 0, round_index: int = 0) -> ServerSide:
@@ -66,8 +72,9 @@ def test_servers_accept_enlarged_batches(name: str) -> None:
         smashed = split.client(**batch)
         statistics = update({}, observe(smashed, [0, 1, 2]))
         server = server_of(split)
-        assert can_generate(statistics, [smashed], 3)
-        enlarged = enlarge(smashed, [2, 0, 0, 1], statistics, server, batch=0)
+        seen = seen_positions(statistics)
+        assert can_generate(seen, [smashed], 3)
+        enlarged = enlarge(smashed, [2, 0, 0, 1], statistics, seen, server, batch=0)
         whole, part = server.forward(enlarged, 0), server.forward(smashed, 0)
     assert enlarged.labels["labels"].tolist() == [0, 1, 2, 2, 0, 0, 1]
     assert enlarged.activations.shape == (7, *smashed.activations.shape[1:])
@@ -88,13 +95,14 @@ def test_padding_of_generated_text_is_where_its_class_was_never_seen() -> None:
     context["flag"] = torch.tensor(1)
     smashed = SmashedData(s, context, {"labels": labels}, {"input_ids": (2, 4)})
     _, server = toy_sides(CLASSIFICATION)
-    enlarged = enlarge(smashed, [1, 0, 1], update({}, observe(smashed, [0, 1])), server, 0)
+    statistics = update({}, observe(smashed, [0, 1]))
+    enlarged = enlarge(smashed, [1, 0, 1], statistics, seen_positions(statistics), server, 0)
     assert torch.equal(enlarged.context["attention_mask"], mask[[0, 1, 1, 0, 1]])
     assert torch.equal(enlarged.context["padding"], ~mask[[0, 1, 1, 0, 1]])
     assert torch.equal(enlarged.context["position_ids"], context["position_ids"][[0, 1, 0, 1, 0]])
     assert enlarged.context["flag"].ndim == 0 and enlarged.shapes == {"input_ids": (5, 4)}
     assert (enlarged.activations[2, 2:] == 0).all()
-    assert enlarge(smashed, [], {}, server, 0) is smashed
+    assert enlarge(smashed, [], {}, {}, server, 0) is smashed
 
 
 def test_nothing_is_generated_before_every_class_has_been_seen() -> None:
@@ -102,7 +110,7 @@ def test_nothing_is_generated_before_every_class_has_been_seen() -> None:
         mask = {"attention_mask": torch.ones(1, length, dtype=torch.bool)} if masked else {}
         return SmashedData(torch.zeros(1, length, 2), mask, {"labels": torch.tensor([0])})
 
-    seen = Moments(torch.tensor([0.0, 1.0]), torch.zeros(2, 2), torch.ones(2, 2))
+    seen = torch.tensor([False, True])
     assert not can_generate({0: seen}, [data(2, True)], 2)
     assert can_generate({0: seen, 1: seen}, [data(2, True)], 2)
     assert can_generate({0: seen, 1: seen}, [data(9, True)], 2)  # the rest is padding

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from hf_coefsfl.protocol.masks import KnownMask, known_mask, known_masks
+from hf_coefsfl.protocol.masks import KnownMask, known_mask, known_masks, with_rows
 from hf_coefsfl.protocol.messages import SmashedData
 
 FULL, PADDED = torch.ones(2, 4), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
@@ -37,6 +37,13 @@ def test_casts_slices_and_the_inverse_stay_known() -> None:
     ]:
         assert isinstance(derived, KnownMask) and torch.equal(derived.host, expected)
         assert derived.sum().item() == expected.sum().item()
+
+
+def test_rows_of_the_host_can_be_added() -> None:
+    longer = with_rows(claimed(FULL, PADDED), PADDED.bool())
+    assert isinstance(longer, KnownMask) and torch.equal(longer.host, torch.cat([PADDED, PADDED]))
+    assert torch.equal(longer.as_subclass(Tensor), torch.cat([FULL.long(), PADDED]))
+    assert type(with_rows(FULL, PADDED)) is Tensor
 
 
 def test_all_else_is_computed_with_the_mask_itself() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from ...protocol.devices import is_device_error
+from ...protocol.devices import is_device_error, to_device, to_host
 from ...protocol.loss import LANGUAGE_MODELS, SPANS, LossSpec
 from ...protocol.messages import SmashedData
 from ...protocol.modes import evaluating
@@ -229,13 +229,14 @@ class AuxiliaryNetwork:
 
     def weights(self) -> dict[str, Tensor]:
         """Return a copy of the weights, off the device."""
-        return {name: p.detach().cpu().clone() for name, p in self.parameters.items()}
+        there = [p.detach() for p in self.parameters.values()]
+        return {name: t.clone() for name, t in zip(self.parameters, to_host(there), strict=True)}
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take the weights of one client."""
         for name, p in self.parameters.items():
-            p.copy_(weights[name])
+            p.copy_(to_device(weights[name], p.device))
 
     def gradient(self, smashed: SmashedData, create_graph: bool = False) -> tuple[Tensor, Tensor]:
         """Return its loss on smashed data and the gradient of that loss w.r.t. the activations."""

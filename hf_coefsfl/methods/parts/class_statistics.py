@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from ...protocol.devices import to_device, to_host, widest_float
 from ...protocol.tensors import over
@@ -59,12 +60,12 @@ class Moments:
         beyond = [0, 0] * (self.mean.ndim - 1) + [0, missing]  # `pad` counts from the last dimension
         return Moments(pad(self.weight, (0, missing)), pad(self.mean, beyond), pad(self.variance, beyond))
 
-    def draw(self, number: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return `number` draws from N(mean, variance) over the first `length` positions, and their mask."""
+    def draw(self, number: int, length: int, generator: torch.Generator) -> Tensor:
+        """Return `number` draws from N(mean, variance) over the first `length` positions; zeros at unseen ones."""
         moments = self.lengthened(length)
         mean, deviation = moments.mean[:length], moments.variance[:length].sqrt()
         noise = torch.randn((number, *mean.shape), generator=generator, device=mean.device)
-        return mean + deviation * noise, (moments.weight[:length] > 0).expand(number, -1)
+        return mean + deviation * noise
 
 
 ClassStatistics = Mapping[int, Moments]  # of the classes seen so far
@@ -114,6 +115,16 @@ def pooled(batches: Iterable[ClassStatistics]) -> dict[int, Moments]:
     for batch in batches:
         total = update(total, batch, floor=0.0)
     return total
+
+
+def seen_positions(*sources: ClassStatistics) -> dict[int, Tensor]:
+    """Return which positions of each class have been seen by any source (T,), on the host."""
+    seen: dict[int, Tensor] = {}
+    for statistics in sources:
+        weights = to_host([moments.weight for moments in statistics.values()])  # an accelerator is waited for once
+        for label, weight in zip(statistics, weights, strict=True):
+            seen[label] = pad_sequence([seen.get(label, weight[:0] > 0), weight > 0]).any(1)
+    return seen
 
 
 def to_tensors(statistics: ClassStatistics) -> dict[str, Tensor]:
