@@ -23,7 +23,15 @@ from ..protocol.packing import Exchange
 from ..protocol.padding import position_mask
 from ..protocol.server_side import ServerSide, on_graph
 from .base import ClientState, Method, at_least, option
-from .parts.class_statistics import ClassStatistics, class_moments, from_tensors, pooled, seen_positions, to_tensors, update
+from .parts.class_statistics import (
+    ClassStatistics,
+    class_moments,
+    from_tensors,
+    pooled,
+    seen_positions,
+    to_tensors,
+    update,
+)
 from .parts.costs import RoundKind, Workload
 from .reuse import ReusedFeedback
 

@@ -50,7 +50,7 @@ def test_positions_that_any_has_seen() -> None:
         return Moments(torch.tensor(weight), torch.zeros(len(weight), 1), torch.zeros(len(weight), 1))
 
     seen = seen_positions({0: of(1, 0), 1: of(0, 2)}, {0: of(0, 0, 3)}, {})
-    assert {label: positions.tolist() for label, positions in seen.items()} == {0: [True, False, True], 1: [False, True]}
+    assert {label: at.tolist() for label, at in seen.items()} == {0: [True, False, True], 1: [False, True]}
 
 
 def server_of(split: Any, task: LossSpec = CLASSIFICATION, client: int = 0, round_index: int = 0) -> ServerSide:
