@@ -17,12 +17,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+from flwr.proto.fleet_pb2 import DeactivateNodeRequest
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supernode.cli.flower_supernode import flower_supernode
 from flwr.supernode.fleet_http_client import FleetHttpClient
 
 logger = logging.getLogger("flwr")
 _PAUSE, _LONGEST_PAUSE, _GROWTH = 5.0, 60.0, 1.5  # seconds between two attempts, and how they grow
+_ABSENCE = 3.0  # seconds in which the server looks several times
 _LOOKS = (0.5, 1.0, 2.0)  # seconds before each of the first looks for a message after an answer; then Flower's pauses
 _ANSWERS, _OWN_LOOK = 0.5, 0.05  # seconds between two of Flower's looks for an answer of the ClientApp, and ours
 
@@ -40,10 +42,20 @@ class PatientClient(FleetHttpClient):
         self._looks: list[float] = []
 
     def ActivateNode(self, request: Any) -> Any:
-        """Activate the node; if the SuperLink refuses, try again after a pause."""
+        """Activate the node; if the SuperLink refuses, try again after a pause.
+
+        A node that was refused leaves once more when it is let in, and comes back. The SuperLink calls the messages
+        that a former process took with it lost when it is asked for their answers while the node is offline, and never
+        afterwards: a node that is back between two of the server's looks would have it wait to the end of the round.
+        """
         pause = _PAUSE
         while True:
             try:
+                answer = super().ActivateNode(request)
+                if pause == _PAUSE:
+                    return answer
+                self.DeactivateNode(DeactivateNodeRequest(node_id=answer.node_id))
+                time.sleep(_ABSENCE)
                 return super().ActivateNode(request)
             except httpx.HTTPStatusError as error:
                 refusal = FlowerError.from_json(error.response.text)

@@ -13,15 +13,20 @@ from hf_coefsfl.flower import activation
 
 
 class Link:
-    """Refuses some times, then lets the node in."""
+    """Refuses some times, then lets the node in. Notes when it is left."""
 
     def __init__(self, refusals: int, code: int = ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED):
         self.refusals, self.code, self.pauses = refusals, code, list[float]()
+        self.left = list[int]()  # after how many pauses
 
-    def __call__(self, client: Any, request: Any) -> str:
+    def leave(self, client: Any, request: Any) -> None:
+        assert request.node_id == 5
+        self.left.append(len(self.pauses))
+
+    def __call__(self, client: Any, request: Any) -> Any:
         self.refusals -= 1
         if self.refusals < 0:
-            return "in"
+            return SimpleNamespace(node_id=5)
         body = {"code": int(self.code), "detail": "Failed to activate SuperNode."}
         asked = httpx.Request("POST", "http://link")
         raise httpx.HTTPStatusError("412", request=asked, response=httpx.Response(412, json=body, request=asked))
@@ -44,6 +49,7 @@ class Letters:
 def activated(link: Link, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return what a node gets from a link; pauses are noted instead of made."""
     monkeypatch.setattr(FleetHttpClient, "ActivateNode", lambda self, request: link(self, request))
+    monkeypatch.setattr(FleetHttpClient, "DeactivateNode", lambda self, request: link.leave(self, request))
     monkeypatch.setattr(activation.time, "sleep", link.pauses.append)
     client = fleet_http_connection.FleetHttpClient.from_server_address("127.0.0.1:1", True, None, [])
     return client.ActivateNode(None)  # type: ignore[arg-type]
@@ -63,10 +69,16 @@ def test_it_tries_until_it_is_let_in(monkeypatch: pytest.MonkeyPatch, caplog: py
     """With longer and longer pauses, a minute at most, and says each time what may be the matter."""
     monkeypatch.setattr(activation.logger, "propagate", True)
     link = Link(20)
-    assert activated(link, monkeypatch) == "in"
+    assert activated(link, monkeypatch).node_id == 5
+    assert link.left == [20] and link.pauses.pop() == 3.0  # it stays away for a moment, see ActivateNode
     assert link.pauses[0] == 5.0 and link.pauses[-1] == 60.0 and link.pauses == sorted(link.pauses)
     assert len(link.pauses) == 20 and sum(link.pauses[:5]) < 70  # the former process counts for a minute
     assert caplog.text.count("Failed to activate SuperNode. Either the SuperLink still takes a former process") == 20
+
+
+def test_who_is_let_in_at_once_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link(0)
+    assert activated(link, monkeypatch).node_id == 5 and not link.left and not link.pauses
 
 
 @pytest.mark.parametrize(("at", "pauses"), [(1, [0.5]), (2, [0.5, 1.0]), (3, [0.5, 1.0, 2.0]), (4, [0.5, 1.0, 2.0])])
