@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from importlib import import_module
 from pathlib import Path
@@ -42,6 +43,10 @@ _MODULES = {
     "split_model": "split",
 }
 __all__ = sorted(_MODULES)
+
+# PEFT imports bitsandbytes wherever it is installed, which then says that a kernel of the Hub for 4-bit inference in
+# bfloat16 is missing.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:
