@@ -81,6 +81,16 @@ class PerSample(Candidate):
 
 
 @dataclass
+class PerUpdate(Candidate):
+    """Polyak's curvature over the number of a round's local updates: each of them may go as far as one step."""
+
+    name: ClassVar[str] = "polyak_per_update"
+
+    def entering(self, client: Any, batch: int, feedback: Any, displacement: Tensor) -> Tensor:
+        return super().entering(client, batch, feedback, displacement / len(client.batches))
+
+
+@dataclass
 class LogOdds(Candidate):
     """The log-odds of the label are linear in δ, so that the gradient fades as the label becomes certain."""
 
@@ -153,7 +163,7 @@ class Later(Candidate):
 
     def round(self, client: Any, server: Any) -> None:
         smashed = client.upload()
-        server.local_updates(smashed, self.server_epochs(client.local_epochs) - 1)
+        server.local_updates(smashed, self.server_passes * client.local_epochs - 1)
         with server.training_on_feedback():
             client.update(client.stage(self._walk(server, smashed)))
 
@@ -213,6 +223,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "Polyak, optimizer kept": ("coef_p", {"server_passes": 1}),
     "no compensation, 2 passes": ("no_compensation", {"server_passes": 2}),
     "Polyak per sample, 2 passes": ("polyak_per_sample", {"server_passes": 2}),
+    "Polyak per update, 2 passes": ("polyak_per_update", {"server_passes": 2}),
+    "CoeF-D, walk, 2 passes": ("coef_d", {**WALK, "server_passes": 2}),
     "CoeF-P: Polyak, 2 passes": ("coef_p", {}),
     "Polyak, 2nd of 2 passes": ("last_pass", {"server_passes": 2}),
     "CoeF-P, optimizer kept": ("coef_p", {}),

@@ -27,7 +27,7 @@ from .reuse import GradientReuse
 class CELUVFL(GradientReuse):
     """g̃ = w g₀ for each sample, w = cos(s, s₀), or 0 if the angle between s and s₀ exceeds ξ. 2 transfers.
 
-    The server does likewise when it uses a batch again, from the second local epoch on. It weights the loss of a sample
+    The server does likewise when it uses a batch again, from its second pass on. It weights the loss of a sample
     by the cosine of ∇ₛL(s₀) now and in its first training pass over the batch. Nothing beyond g₀ is sent.
 
     The cache (the paper's workset) is that of the round: all batches of the client.
@@ -41,6 +41,7 @@ class CELUVFL(GradientReuse):
 
     def __post_init__(self) -> None:
         """Refuse angles under which a sample would be ascended."""
+        super().__post_init__()
         if self.max_angle is not None and not 0 < self.max_angle <= 90:
             raise ValueError(
                 f"max_angle (ξ) must be above 0 and at most 90 degrees or None, got {self.max_angle}. The authors' "
@@ -69,10 +70,11 @@ class CELUVFL(GradientReuse):
 
     def round(self, client: ClientLink, server: ServerSide) -> None:
         """Exchange once, as gradient reuse; note the server's first gradient of each batch if it comes again."""
-        if client.local_epochs == 1 or self.max_angle is None:
+        epochs = self.server_passes * client.local_epochs
+        if epochs == 1 or self.max_angle is None:
             super().round(client, server)
             return
-        smashed, epochs = client.upload(), client.local_epochs
+        smashed = client.upload()
         first: Sequence[Feedback] | None = None
         if self.feedback_at == "final":
             self._train(server, smashed, epochs)
@@ -88,7 +90,7 @@ class CELUVFL(GradientReuse):
     def _train(
         self, server: ServerSide, smashed: Sequence[SmashedData], epochs: int, first: Sequence[Feedback] | None = None
     ) -> None:
-        """Do the server's local updates. `first` holds the gradients of the first epoch if that is done."""
+        """Pass over the batches `epochs` times. `first` holds the gradients of the first pass if that is done."""
         if first is None:
             passes = (Feedback(server.train_step(data, batch)) for batch, data in enumerate(smashed))
             first = Exchange.of(passes, server.context.store)

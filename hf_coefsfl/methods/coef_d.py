@@ -31,6 +31,7 @@ class CoeFD(GradientReuse):
 
     def __post_init__(self) -> None:
         """Refuse a factor under which the correction would push away from s₀."""
+        super().__post_init__()
         if self.compensation_factor is not None and not 0 <= self.compensation_factor < float("inf"):
             raise ValueError(
                 f"compensation_factor (λ) must be a finite number >= 0 or None, got {self.compensation_factor}. None "

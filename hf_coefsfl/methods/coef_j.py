@@ -41,6 +41,7 @@ class CoeFJ(GradientReuse):
 
     def __post_init__(self) -> None:
         """Check the ranges of the options."""
+        super().__post_init__()
         if self.num_projections < 1:
             raise ValueError(f"num_projections (R) must be at least 1, got {self.num_projections}. The paper uses 1.")
         if self.curvature_bound is not None and not 0 <= self.curvature_bound < float("inf"):

@@ -14,7 +14,7 @@ from ..protocol.loss import OutputBlock
 from ..protocol.messages import Feedback, SmashedData
 from ..protocol.padding import without_padding
 from ..protocol.server_side import ServerSide, on_graph
-from .base import at_least, option
+from .base import option
 from .reuse import FEEDBACK_AT, GradientReuse
 
 
@@ -36,21 +36,6 @@ class CoeFP(GradientReuse):
 
     feedback_at: str = option("walk", "server weights that the gradients are taken at", choices=FEEDBACK_AT)
     server_passes: int = option(2, "passes of the server over the smashed data in a local epoch")
-
-    def __post_init__(self) -> None:
-        """Check the range of the passes."""
-        at_least("server_passes", self.server_passes, 1)
-
-    @property
-    def full_title(self) -> str:
-        """The title, with what is not the usual choice."""
-        usual = type(self).server_passes  # the default of the field
-        passes = "" if self.server_passes == usual else f", {self.server_passes} pass{'es' * (self.server_passes > 1)}"
-        return super().full_title + passes
-
-    def server_epochs(self, local_epochs: int) -> int:
-        """Return `server_passes` for each local epoch."""
-        return self.server_passes * local_epochs
 
     def feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
         """Return g₀ and the loss of the batch (1,)."""

@@ -34,6 +34,7 @@ class GGN(GradientReuse):
 
     def __post_init__(self) -> None:
         """Check the ranges of the options."""
+        super().__post_init__()
         at_least("rank", self.rank, 1)
         at_least("num_iterations", self.num_iterations, self.rank)
 

@@ -38,6 +38,7 @@ class HOSFL(GradientReuse):
 
     def __post_init__(self) -> None:
         """Check the ranges of the options."""
+        super().__post_init__()
         at_least("num_perturbations", self.num_perturbations, 1)
         above_zero("perturbation_scale", self.perturbation_scale)
         above_zero("learning_rate", self.learning_rate)

@@ -28,6 +28,7 @@ class Hutchinson(GradientReuse):
 
     def __post_init__(self) -> None:
         """Check the ranges of the options."""
+        super().__post_init__()
         at_least("num_probes", self.num_probes, 1)
         if not 0 < self.relative_step < 1:
             raise ValueError(f"relative_step must lie between 0 and 1, got {self.relative_step}.")

@@ -14,7 +14,7 @@ from ..protocol.link import ClientLink
 from ..protocol.loss import OutputBlock
 from ..protocol.messages import Feedback, Message, SmashedData
 from ..protocol.server_side import ServerSide
-from .base import Method, expect, option
+from .base import Method, at_least, expect, option
 
 FEEDBACK_AT = ("initial", "walk", "final")
 _LARGEST_RATIO = 1e12  # that is logged: a batch whose gradient has vanished has any
@@ -75,13 +75,26 @@ class GradientReuse(AnsweringServer, ReusedFeedback):
     `feedback_at` chooses the server weights θˢ of g₀. The paper takes those of the round's start ("initial"). "walk"
     takes g₀ from the pass in which the server trains on the batch, so that the server passes over each batch once
     instead of twice; the first of several local epochs gives it. "final" takes g₀ after all of the server's local
-    updates. The bytes are the same.
+    updates. The bytes are the same. The server trains on the smashed data `server_passes` times in each local epoch.
     """
 
     name: ClassVar[str] = "reuse"
     title: ClassVar[str] = "Gradient reuse (w/o comp.)"
     table_position: ClassVar[int] = 3
     is_reference: ClassVar[bool] = True
+
+    server_passes: int = option(1, "passes of the server over the smashed data in a local epoch")
+
+    def __post_init__(self) -> None:
+        """Check the range of the passes."""
+        at_least("server_passes", self.server_passes, 1)
+
+    @property
+    def full_title(self) -> str:
+        """The title, with what is not the usual choice."""
+        usual = type(self).server_passes  # the default of the field
+        passes = "" if self.server_passes == usual else f", {self.server_passes} pass{'es' * (self.server_passes > 1)}"
+        return super().full_title + passes
 
     def probed_factor(self, batch_size: int) -> float | None:
         """Return the λ that the probe compares with the λ* of Proposition 1."""
@@ -90,7 +103,7 @@ class GradientReuse(AnsweringServer, ReusedFeedback):
     def round(self, client: ClientLink, server: ServerSide) -> None:
         """Exchange once; the server trains on what it received before, while or after it takes the gradients."""
         smashed = client.upload()
-        epochs = self.server_epochs(client.local_epochs)
+        epochs = self.server_passes * client.local_epochs
         if self.feedback_at == "final":
             server.local_updates(smashed, epochs)
         # Only the link holds the feedback, so that its memory is free when the server's own updates begin.
@@ -102,10 +115,6 @@ class GradientReuse(AnsweringServer, ReusedFeedback):
             client.update(client.stage(self.feedback(server, data, batch) for batch, data in enumerate(smashed)))
         if self.feedback_at == "initial":
             server.local_updates(smashed, epochs)
-
-    def server_epochs(self, local_epochs: int) -> int:
-        """Return how often the server trains on the smashed data of a round."""
-        return local_epochs
 
     def _walk(self, server: ServerSide, smashed: Sequence[SmashedData]) -> Iterator[Feedback]:
         """Yield the feedback of each batch, and take the server's step with the gradients of the same pass."""

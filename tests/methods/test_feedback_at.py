@@ -148,3 +148,26 @@ def test_titles_name_what_is_not_the_papers() -> None:
         make_method("reuse", {"feedback_at": "end"})
     with pytest.raises(ValueError, match="has no option 'feedback_at'"):
         make_method("gas", {"feedback_at": "walk"})
+
+
+@pytest.mark.parametrize("at", FEEDBACK_AT)
+@pytest.mark.parametrize("method", [*ONCE, "celu_vfl", "ho_sfl"])
+def test_a_second_pass_trains_the_server_as_a_second_epoch_would(method: str, at: str) -> None:
+    """The gradients are those of the first pass or, with "final", of the server after both."""
+
+    def trained(epochs: int, passes: int) -> tuple[Weights, Weights, list[Tensor]]:
+        sides = toy_sides(CLASSIFICATION, 3, local_epochs=epochs)
+        return run(method, sides, feedback_at=at, server_passes=passes)
+
+    (once, once_server, _), (_, epochs_server, epochs), (twice, twice_server, sent) = (
+        trained(epochs, passes) for epochs, passes in ((1, 1), (2, 1), (1, 2))
+    )
+    assert same(twice_server, epochs_server) and not same(twice_server, once_server)
+    assert same(sent, epochs) and same(twice, once) == (at != "final")
+
+
+def test_tables_name_the_passes() -> None:
+    walk = make_method("coef_d", {"feedback_at": "walk", "server_passes": 2})
+    assert walk.full_title == "CoeF-D, walk, 2 passes"
+    with pytest.raises(ValueError, match=r"server_passes=0 must be a whole number of at least 1"):
+        make_method("ggn", {"server_passes": 0})

@@ -68,7 +68,7 @@ CoeF-J: the Jacobian-based Hessian of an upper bound on the loss\. In short: g̃
 
 Here s is the smashed data \(the activations at the cut\), [^#]+ δ = s − s₀\.
 
-Set by `method="coef_j"` with (`\w+='?\w+'?`, )?`num_projections=2`, `curvature_bound=None`, `exact=False`\.
+Set by `method="coef_j"` with `feedback_at='initial'`, `server_passes=1`, `num_projections=2`, [^\n]+\.
 
 ## Federation
 
