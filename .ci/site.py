@@ -1,6 +1,6 @@
 """Hooks of the documentation site: what GitHub does with docs/ and MkDocs does not.
 
-- Links out of docs/ (`../recipes/mnli_coefp.py`) lead to a page of the site that shows the file or lists the folder.
+- Links out of docs/ (`../recipes/mnli_coefw.py`) lead to a page of the site that shows the file or lists the folder.
 - docs/notebook.ipynb is a page.
 - A list needs no blank line before it.
 """

@@ -3,7 +3,7 @@
     accelerate launch recipes/mnli_coefj.py
 
 DistilRoBERTa, cut after 2 of its 6 blocks; 50 clients, 10 % of them per round; evaluated on the matched and the
-mismatched validation set. mnli_coefp.py is the same with our own method, at two thirds of the bytes.
+mismatched validation set. mnli_coefw.py is the same with our own method, at two thirds of the bytes.
 
 --help lists all options. --config options.yaml reads them from a file.
 """

@@ -11,7 +11,7 @@ weights and see the same clients and batches:
     reuse     asks once per round and reuses that gradient, which grows stale with every local update
     coef_d    reuses it too and corrects its staleness with the squared gradient, at no extra traffic
     coef_j    corrects it with one more vector per sample, which the server sends along
-    coef_p    takes it from the server while that trains, and holds the activations by the loss (ours)
+    coef_w    corrects it as coef_d does, and takes it from the server while that trains (ours)
 """
 
 import argparse
@@ -33,7 +33,7 @@ BATCH_SIZE = 4  # small batches mean many local updates per round, which is what
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    default = ["vanilla", "reuse", "coef_d", "coef_j", "coef_p"]
+    default = ["vanilla", "reuse", "coef_d", "coef_j", "coef_w"]
     add(
         "--output_dir",
         type=Path,

@@ -85,7 +85,7 @@ def test_python(page: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None
     pushed: list[str] = []
     monkeypatch.setattr(SplitFedTrainer, "push_to_hub", lambda trainer: pushed.append(trainer.args.output_dir))
     if page == "docs/hub.md":  # what it downloads
-        exec(shrunk(blocks("README.md", "python")[0]).replace('"out"', '"me/mnli-coefp"'), names_of_a_reader())
+        exec(shrunk(blocks("README.md", "python")[0]).replace('"out"', '"me/mnli-coefw"'), names_of_a_reader())
     known, namespace = set(METHODS), names_of_a_reader() | {"__name__": "page"}
     code = blocks(page, "python")
     try:

@@ -79,8 +79,8 @@ def test_the_site(tmp_path: Path) -> None:
     loaded = r"<(?:script|img|iframe)[^>]* src=\"?https?:|<link[^>]* rel=\"?(?:stylesheet|preconnect)[^>]*https?:"
     assert not [name for name, text in pages.items() if re.search(loaded, text)]
     assert not [name for name in hf_coefsfl.__all__ if f">{name}<" not in pages["api.html"]]
-    assert {"notebook.ipynb.html", "project/recipes/mnli_coefp.py.html", "project/CHANGELOG.html"} <= set(pages)
-    assert '<a href="project/recipes/mnli_coefp.py.html">' in pages["tasks.html"]
+    assert {"notebook.ipynb.html", "project/recipes/mnli_coefw.py.html", "project/CHANGELOG.html"} <= set(pages)
+    assert '<a href="project/recipes/mnli_coefw.py.html">' in pages["tasks.html"]
     assert "save_model" in (tmp_path / "search" / "search_index.json").read_text()
 
 

@@ -10,7 +10,7 @@ for _file in iter_modules(__path__):
     if not _file.ispkg:
         import_module(f".{_file.name}", __name__)
 
-DEFAULT_METHOD = "coef_p"
+DEFAULT_METHOD = "coef_w"
 WARM_UP_METHOD = "vanilla"  # of the first rounds, whatever the method of the run
 
 __all__ = ["DEFAULT_METHOD", "METHODS", "WARM_UP_METHOD", "Method", "make_method", "ordered_methods"]

@@ -32,7 +32,7 @@ class CoeFP(GradientReuse):
 
     name: ClassVar[str] = "coef_p"
     title: ClassVar[str] = "CoeF-P"
-    table_position: ClassVar[int] = 10
+    table_position: ClassVar[int] = 11
 
     feedback_at: str = option("walk", "server weights that the gradients are taken at", choices=FEEDBACK_AT)
     server_passes: int = option(2, "passes of the server over the smashed data in a local epoch")

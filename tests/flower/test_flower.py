@@ -17,7 +17,7 @@ from tests.support.selection import slow_except
 
 
 @pytest.mark.parametrize(
-    "method", slow_except("acc_sfl", "coef_j", "coef_p", of=[n for n in sorted(METHODS) if METHODS[n].deployable])
+    "method", slow_except("acc_sfl", "coef_j", "coef_w", of=[n for n in sorted(METHODS) if METHODS[n].deployable])
 )
 def test_the_network_changes_nothing(site: Site, method: str) -> None:
     check(site, {"method": method, "method_kwargs": json.dumps(FEWER_PASSES.get(method, {}))}, method)

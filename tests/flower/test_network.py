@@ -154,7 +154,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
             if name == "link":
                 flower.wait_for_port(int(ports["8000"]), LONG)
         said, _ = shell(run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).communicate(timeout=LONG)
-    assert "test, coef_p, 2 rounds: accuracy " in said, said
+    assert "test, coef_w, 2 rounds: accuracy " in said, said
     assert float(said.split("accuracy ")[-1].split(".")[0]) > 40  # of ten classes
     for name in ("adapter_model.safetensors", "client/adapter_model.safetensors", "README.md", "communication.json"):
         assert (tmp_path / "example" / "adapter" / name).exists()

@@ -1,6 +1,5 @@
 """CoeF-P: the gradient of the training server, held by the isotropic curvature whose least value is 0."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -8,20 +7,12 @@ import torch
 from torch import Tensor
 
 from hf_coefsfl.methods import make_method
-from hf_coefsfl.protocol.link import LocalLink
 from hf_coefsfl.protocol.loss import LossSpec
 from hf_coefsfl.protocol.messages import Feedback
 from tests.support.toy import CAUSAL, CLASSIFICATION, REGRESSION, SPANS, TOKENS, toy_sides
+from tests.support.walk import trained, trained_by_hand
 
 TASKS = [CLASSIFICATION, REGRESSION, TOKENS, CAUSAL, SPANS]
-
-
-def trained(method: str, sides: Any, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
-    client, server = sides
-    rule = make_method(method, options)
-    rule.round(LocalLink(rule, client), server)
-    client_weights, server_weights = ([p.detach().clone() for p in h.parameters()] for h in (client.half, server.half))
-    return client_weights, server_weights
 
 
 def compensated(gradient: Tensor, loss: float, displacement: Tensor) -> Tensor:
@@ -82,31 +73,13 @@ def test_one_batch_and_one_pass_equal_vanilla(task: LossSpec) -> None:
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("task", TASKS, ids=lambda t: t.loss_type)
 def test_a_round_equals_a_loop_by_hand(task: LossSpec, epochs: int) -> None:
+    def compensate(g: Tensor, loss: Tensor, delta: Tensor) -> Tensor:
+        return g + g.square().sum() / (2 * loss) * delta
+
     ours = trained("coef_p", toy_sides(task, 3, local_epochs=epochs))
-    client, server = toy_sides(task, 3, local_epochs=epochs)
-    smashed = [copy.deepcopy(data) for data in client.exchange()]
-    answers = []
-    for step in range(2 * epochs):
-        for data in smashed:
-            leaf = data.activations.detach().requires_grad_()
-            loss = server.half(type(data)(leaf, data.context, data.labels, data.shapes)).loss
-            server.optimizer.zero_grad()
-            loss.backward()
-            server.optimizer.step()
-            if step == 0:
-                answers.append((leaf.grad, loss.detach()))
-    for _ in range(epochs):
-        for (g, loss), data, inputs in zip(answers, smashed, client.batches, strict=True):
-            now = client.half(**task.separate(inputs)[0]).activations
-            assert g is not None
-            used = g + g.square().sum() / (2 * loss) * (now.detach() - data.activations)
-            client.optimizer.zero_grad()
-            now.backward(used)
-            client.optimizer.step()
-    expected = [list(half.parameters()) for half in (client.half, server.half)]
-    for a, b in zip(ours, expected, strict=True):
+    for a, b in zip(ours, trained_by_hand(task, epochs, 2, compensate), strict=True):
         for x, y in zip(a, b, strict=True):
-            torch.testing.assert_close(x, y.detach(), atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("passes", "seen"), [(1, 3), (2, 6), (3, 9)])

@@ -68,11 +68,11 @@ def test_the_output_folder_is_called_by_the_dataset() -> None:
         return str(parse_options(TASKS[task], argv=argv)[2].output_dir)
 
     assert folder("text_classification", "--dataset_name", "nyu-mll/glue", "--dataset_config_name", "sst2") == (
-        "outputs/glue-sst2-coef_p"
+        "outputs/glue-sst2-coef_w"
     )
-    assert folder("newsgroups", "--dataset_name", "my posts") == "outputs/my-posts-coef_p"
-    assert folder("newsgroups", "--dataset_name", "copies/20_newsgroups") == "outputs/newsgroups-coef_p"
-    assert folder("causal_lm") == "outputs/causal_lm-coef_p"
+    assert folder("newsgroups", "--dataset_name", "my posts") == "outputs/my-posts-coef_w"
+    assert folder("newsgroups", "--dataset_name", "copies/20_newsgroups") == "outputs/newsgroups-coef_w"
+    assert folder("causal_lm") == "outputs/causal_lm-coef_w"
 
 
 def test_a_generic_task_needs_a_dataset() -> None:
@@ -134,7 +134,7 @@ def test_from_a_dataset_to_named_scores(tagger: str, tmp_path: Path, capsys: pyt
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["task"], summary["title"], summary["dataset"]) == ("token_classification", "animals", "animals")
     assert list(summary["scores"]) == ["accuracy", "recall"] and summary["scores"]["accuracy"] > 30
-    assert "\nanimals, coef_p, " in capsys.readouterr().out
+    assert "\nanimals, coef_w, " in capsys.readouterr().out
     best = json.loads((out / "trainer_state.json").read_text())["best_metric"]
     assert best * 100 == summary["scores"]["recall"]
     for wrong, message in (

@@ -29,9 +29,9 @@ def test_what_a_second_command_does_with_a_finished_run(
         assert left.value.code == 2 and files(out) == before
         return capsys.readouterr().err
 
-    assert "out holds a run already (checkpoint-2; coef_p, 2 rounds)" in refused()
+    assert "out holds a run already (checkpoint-2; coef_w, 2 rounds)" in refused()
     vanilla = refused(method="vanilla", resume_from_checkpoint="last")
-    assert "checkpoint-2 is of a run with other settings" in vanilla and "\n  method: coef_p, now vanilla\n" in vanilla
+    assert "checkpoint-2 is of a run with other settings" in vanilla and "\n  method: coef_w, now vanilla\n" in vanilla
     shorter = refused(max_length="3", resume_from_checkpoint="last")
     assert "\n  training data: " in shorter and "\n  evaluation data: " in shorter
 

@@ -57,8 +57,8 @@ def test_recipes_are_thin_and_named_by_what_they_run(path: Path) -> None:
 
 def test_the_recipes() -> None:
     assert [path.stem for path in RECIPES] == [
-        "causal_lm_coefp", "cifar100_coefp", "food101_coefp", "mnli_coefj", "mnli_coefp", "newsgroups_coefp",
-        "squad_v2_coefp", "tiny_imagenet_coefp",
+        "causal_lm_coefw", "cifar100_coefw", "food101_coefw", "mnli_coefj", "mnli_coefw", "newsgroups_coefw",
+        "squad_v2_coefw", "tiny_imagenet_coefw",
     ]  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def test_run_leaves_all_files(posts: dict[str, str], capsys: pytest.CaptureFixtu
     for name in ("adapter_model.safetensors", "client", "server", "communication.json", "training_args.json"):
         assert (out / name).exists()
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["method"] == "coef_p" and summary["cut"] == 1 and summary["num_blocks"] == 3
+    assert summary["method"] == "coef_w" and summary["cut"] == 1 and summary["num_blocks"] == 3
     assert [point["round"] for point in summary["curve"]] == [2, 3]  # the last round is always evaluated
     assert summary["curve"][-1]["scores"] == summary["scores"]
     assert summary["server_gflops"] is None and "server_gflops" not in summary["curve"][-1]  # not counted
@@ -85,7 +85,7 @@ def test_run_leaves_all_files(posts: dict[str, str], capsys: pytest.CaptureFixtu
     assert summary["transfers"] == ledger["total"]["transfers"] > 0
     assert summary["dataset"] == "data" and summary["model"] == "model"  # names, not where they lie
     card = (out / "README.md").read_text()
-    assert "## Method: CoeF-P" in card and "trained on data" in card and "Weights: round 3 of 3." in card
+    assert "## Method: CoeF-W" in card and "trained on data" in card and "Weights: round 3 of 3." in card
     assert summary["weights"] == {"round": 3, "best": False, "mib": summary["mib"]}
     assert summary["mib"] > summary["exchange_mib"] == pytest.approx(exchange_mib({**summary, "exchange_mib": None}))
     assert summary["base"] == {"name_or_path": posts["model_name_or_path"], "dtype": "float32"}
@@ -170,7 +170,7 @@ def test_one_word_in_a_file_is_a_list_of_one(tmp_path: Path) -> None:
     path.write_text("eval_split: test\ncolumns: text=body\noutput_dir:\n")
     _, arguments, config = parse_options(TASKS["newsgroups"], argv=[str(path)])
     assert arguments.eval_split == ["test"] and arguments.columns == ["text=body"]
-    assert config.output_dir == "outputs/newsgroups-coef_p"  # an empty value is none
+    assert config.output_dir == "outputs/newsgroups-coef_w"  # an empty value is none
 
 
 def test_best_model_is_no_round_of_the_curve(posts: dict[str, str]) -> None:
@@ -338,7 +338,7 @@ def test_two_processes_equal_one(posts: dict[str, str], tmp_path: Path) -> None:
     run("newsgroups", argv=small(posts | {"output_dir": str(one)}))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": LIGHT}
-    command = [*launcher, str(ROOT / "recipes" / "newsgroups_coefp.py"), *small(posts)]
+    command = [*launcher, str(ROOT / "recipes" / "newsgroups_coefw.py"), *small(posts)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     two = Path(posts["output_dir"])

@@ -1,0 +1,52 @@
+"""CoeF-W: CoeF-D along the walk of the server, with two passes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_coefsfl import SplitFedConfig
+from hf_coefsfl.methods import DEFAULT_METHOD, make_method
+from hf_coefsfl.protocol.loss import LossSpec
+from tests.support.toy import CAUSAL, CLASSIFICATION, REGRESSION, SPANS, TOKENS, toy_sides
+from tests.support.walk import trained, trained_by_hand
+
+TASKS = [CLASSIFICATION, REGRESSION, TOKENS, CAUSAL, SPANS]
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("task", TASKS, ids=lambda t: t.loss_type)
+def test_a_round_equals_a_loop_by_hand(task: LossSpec, epochs: int) -> None:
+    def compensate(g: Tensor, loss: Tensor, delta: Tensor) -> Tensor:
+        return g + 3000 * len(g) / 32 * g * g * delta
+
+    ours = trained("coef_w", toy_sides(task, 3, local_epochs=epochs))
+    for a, b in zip(ours, trained_by_hand(task, epochs, 2, compensate), strict=True):
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda t: t.loss_type)
+def test_it_is_coef_d_with_two_other_options(task: LossSpec) -> None:
+    """To the bit: the archive of the study has its runs as such."""
+    ours = trained("coef_w", toy_sides(task, 3))
+    theirs = trained("coef_d", toy_sides(task, 3), feedback_at="walk", server_passes=2)
+    papers = trained("coef_d", toy_sides(task, 3))
+    assert all(torch.equal(x, y) for a, b in zip(ours, theirs, strict=True) for x, y in zip(a, b, strict=True))
+    assert not all(torch.equal(x, y) for a, b in zip(ours, papers, strict=True) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda t: t.loss_type)
+def test_one_batch_and_one_pass_equal_vanilla(task: LossSpec) -> None:
+    ours, theirs = trained("coef_w", toy_sides(task, 1), server_passes=1), trained("vanilla", toy_sides(task, 1))
+    for a, b in zip(ours, theirs, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_it_is_the_default() -> None:
+    assert DEFAULT_METHOD == SplitFedConfig.method == "coef_w"
+
+
+def test_titles() -> None:
+    assert make_method("coef_w").full_title == "CoeF-W"
+    assert make_method("coef_w", {"feedback_at": "initial", "server_passes": 1}).full_title == "CoeF-W, initial, 1 pass"
+    assert make_method("coef_w").defaults_of_run(8) == "CoeF-W: λ = 3000 b/32 = 750 for batches of b = 8."
