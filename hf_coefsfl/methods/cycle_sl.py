@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..protocol.devices import to_device
 from ..protocol.link import ClientLink
+from ..protocol.masks import joined, rows_of
 from ..protocol.messages import Feedback, SmashedData
 from ..protocol.server_side import ServerSide
 from .base import at_least, option
@@ -78,17 +79,18 @@ def _gathered(smashed: Sequence[SmashedData], samples: Sequence[tuple[int, int]]
     columns: dict[str, list[Tensor]] = {}
     for number in sorted({number for number, _ in samples}):
         data = smashed[number]
-        rows = to_device(torch.tensor([row for n, row in samples if n == number]), data.activations.device)
+        rows = torch.tensor([row for n, row in samples if n == number])
+        there = to_device(rows, data.activations.device)
         for name, t in data.tensors().items():
             if _is_by_sample(name, t, data):
-                columns.setdefault(name, []).append(t[rows])
-    joined = {name: torch.cat(pieces) for name, pieces in columns.items()}
+                columns.setdefault(name, []).append(rows_of(t, there, rows))
+    whole = {name: joined(pieces) for name, pieces in columns.items()}
     size = len(data.activations)
     return replace(
         data,
-        activations=joined["activations"],
-        context={name: joined.get(f"context.{name}", t) for name, t in data.context.items()},
-        labels={name: joined.get(f"labels.{name}", t) for name, t in data.labels.items()},
+        activations=whole["activations"],
+        context={name: whole.get(f"context.{name}", t) for name, t in data.context.items()},
+        labels={name: whole.get(f"labels.{name}", t) for name, t in data.labels.items()},
         shapes={n: (len(samples), *dims[1:]) if dims[:1] == (size,) else dims for n, dims in data.shapes.items()},
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +82,19 @@ def known_masks(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, 
         name: known_mask(t, here[name]) if isinstance(t, Tensor) and name.endswith("attention_mask") else t
         for name, t in there.items()
     }
+
+
+def rows_of(t: Tensor, there: Tensor, rows: Tensor) -> Tensor:
+    """Return rows of a tensor, whose numbers are there on its device and in `rows` on the host; masks stay known."""
+    chosen = t[there]
+    return known_mask(chosen, t.host[rows]) if isinstance(t, KnownMask) and t.is_known else chosen
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return tensors below each other; known masks stay known."""
+    whole = torch.cat(list(parts))
+    hosts = [part.host for part in parts if isinstance(part, KnownMask) and part.is_known]
+    return known_mask(whole, torch.cat(hosts)) if len(hosts) == len(parts) else whole
 
 
 def with_rows(mask: Tensor, rows: Tensor) -> Tensor:
