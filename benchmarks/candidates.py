@@ -1,4 +1,4 @@
-"""Compares ideas for a once-per-round method on the digits, seed by seed, with CoeF-P and the paper's methods.
+"""Compares ideas for a once-per-round method on the digits, seed by seed, with our own methods and the paper's methods.
 
 python benchmarks/candidates.py --seeds 0 1 2 3
 
@@ -224,7 +224,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "no compensation, 2 passes": ("no_compensation", {"server_passes": 2}),
     "Polyak per sample, 2 passes": ("polyak_per_sample", {"server_passes": 2}),
     "Polyak per update, 2 passes": ("polyak_per_update", {"server_passes": 2}),
-    "CoeF-D, walk, 2 passes": ("coef_d", {**WALK, "server_passes": 2}),
+    "CoeF-W: CoeF-D, walk, 2 passes": ("coef_w", {}),
     "CoeF-P: Polyak, 2 passes": ("coef_p", {}),
     "Polyak, 2nd of 2 passes": ("last_pass", {"server_passes": 2}),
     "CoeF-P, optimizer kept": ("coef_p", {}),
