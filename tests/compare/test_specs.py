@@ -211,7 +211,7 @@ def test_codecs_are_compared_with_the_studys_runs() -> None:
     )
     known = {run.id for cell in study for run in cell.runs.values()}
     float32 = [run.id in known for cell in codecs for run in cell.runs.values()]
-    assert sum(float32) == 3 * 2 * 4 * 3 and len(float32) == 3 * 2 * (4 * 4 + 3) * 3
+    assert sum(float32) == 3 * 2 * 5 * 3 and len(float32) == 3 * 2 * (3 * 4 + 7 + 2) * 3
 
 
 def test_the_spec_of_the_page() -> None:
