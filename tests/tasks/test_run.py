@@ -26,7 +26,7 @@ from hf_coefsfl.tasks.run import paper_share, run
 from tests.support.paths import LIGHT, ROOT
 from tests.support.posts import make_posts, small
 
-RECIPES = sorted((ROOT / "recipes").glob("*_coef[jp].py"))
+RECIPES = sorted((ROOT / "recipes").glob("*_coef[jw].py"))
 
 
 @pytest.fixture
