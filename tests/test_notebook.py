@@ -45,6 +45,8 @@ def test_from_a_csv_to_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sum("image/png" in shown for shown in data) == 2
     printed = "".join(output.text for output in outputs if output.output_type == "stream")
     printed = re.sub(r".*TqdmWarning: IProgress not found.*\n.*\n", "", printed)  # without ipywidgets
+    # Bitsandbytes is loaded by PEFT, which the notebook imports before the package that would keep it quiet.
+    printed = re.sub(r"Failed to load CPU gemm_4bit_forward.*\n", "", printed)
     share = re.fullmatch(r"\s*accuracy ([\d.]+)% on the test rows\n", printed)
     assert share and float(share[1]) > 40, printed  # no bar, no warning, only what the last cell prints
     for name in ("adapter_model.safetensors", "client/adapter_model.safetensors", "README.md", "communication.json"):
