@@ -1,4 +1,4 @@
-"""Compares ideas for a once-per-round method on the digits, seed by seed, with our own methods and the paper's methods.
+"""Compares ideas for a once-per-round method on the digits, seed by seed, with our own methods and the paper's.
 
 python benchmarks/candidates.py --seeds 0 1 2 3
 
@@ -191,7 +191,7 @@ class EachEpoch(Candidate):
 
 @dataclass
 class VanillaTwice(Vanilla):
-    """Vanilla whose server goes over the smashed data of the round once more, as CoeF-P's does."""
+    """Vanilla whose server goes over the smashed data of the round once more, as that of our own methods does."""
 
     name: ClassVar[str] = "vanilla_twice"
 

@@ -1,4 +1,4 @@
-"""Split federated fine-tuning from end to end, on a CPU in about two minutes, with nothing to download.
+"""Split federated fine-tuning from end to end, on a CPU in one or two minutes, with nothing to download.
 
     accelerate launch recipes/quickstart.py
 

@@ -35,7 +35,7 @@ class CoeFD(GradientReuse):
         if self.compensation_factor is not None and not 0 <= self.compensation_factor < float("inf"):
             raise ValueError(
                 f"compensation_factor (λ) must be a finite number >= 0 or None, got {self.compensation_factor}. None "
-                "is 3000 for batches of 32, as the paper, and follows their size. 0 makes CoeF-D gradient reuse."
+                f"is 3000 for batches of 32, as the paper, and follows their size. 0 makes {self.title} gradient reuse."
             )
 
     def probed_factor(self, batch_size: int) -> float:

@@ -12,12 +12,12 @@ from .reuse import FEEDBACK_AT
 
 @dataclass
 class CoeFW(CoeFD):
-    """g̃ = g₀ + λ g₀ ⊙ g₀ ⊙ δ, elementwise, with g₀ of the server that trains on the batch. Nothing else is sent.
+    """g̃ = g₀ + λ g₀ ⊙ g₀ ⊙ δ, elementwise, with g₀ of the server that trains on the batch. Nothing beyond g₀ is sent.
 
     The paper's server passes over each batch twice: for g₀ at the weights of the round's start, and to train. Here the
     pass that trains gives g₀ as well (`feedback_at="walk"`), so that g₀ follows the server through the round as in
-    vanilla SFL. The pass that this saves trains once more (`server_passes=2`). Bytes and, with one local epoch, the
-    server's work are those of CoeF-D, and so is λ.
+    vanilla SFL. The pass that this saves trains once more (`server_passes=2`). λ, the bytes and, with one local epoch,
+    the server's work are those of CoeF-D.
     """
 
     name: ClassVar[str] = "coef_w"

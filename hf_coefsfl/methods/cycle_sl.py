@@ -83,7 +83,7 @@ def _gathered(smashed: Sequence[SmashedData], samples: Sequence[tuple[int, int]]
         there = to_device(rows, data.activations.device)
         for name, t in data.tensors().items():
             if _is_by_sample(name, t, data):
-                columns.setdefault(name, []).append(rows_of(t, there, rows))
+                columns.setdefault(name, []).append(rows_of(t, rows, there))
     whole = {name: joined(pieces) for name, pieces in columns.items()}
     size = len(data.activations)
     return replace(

@@ -84,8 +84,8 @@ def known_masks(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def rows_of(t: Tensor, there: Tensor, rows: Tensor) -> Tensor:
-    """Return rows of a tensor, whose numbers are there on its device and in `rows` on the host; masks stay known."""
+def rows_of(t: Tensor, rows: Tensor, there: Tensor) -> Tensor:
+    """Return rows of a tensor by their numbers, given on the host and `there`, on its device; masks stay known."""
     chosen = t[there]
     return known_mask(chosen, t.host[rows]) if isinstance(t, KnownMask) and t.is_known else chosen
 
@@ -100,7 +100,4 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 def with_rows(mask: Tensor, rows: Tensor) -> Tensor:
     """Return a mask with rows of the host below it; it stays known."""
     rows = rows.to(mask.dtype)
-    longer = torch.cat([mask, to_device(rows, mask.device)])
-    if isinstance(mask, KnownMask) and mask.is_known:
-        return known_mask(longer, torch.cat([mask.host, rows]))
-    return longer
+    return joined([mask, known_mask(to_device(rows, mask.device), rows)])

@@ -1,14 +1,13 @@
 """CoeF-W: CoeF-D along the walk of the server, with two passes."""
 
 import pytest
-import torch
 from torch import Tensor
 
 from hf_coefsfl import SplitFedConfig
 from hf_coefsfl.methods import DEFAULT_METHOD, make_method
 from hf_coefsfl.protocol.loss import LossSpec
 from tests.support.toy import CAUSAL, CLASSIFICATION, REGRESSION, SPANS, TOKENS, toy_sides
-from tests.support.walk import trained, trained_by_hand
+from tests.support.walk import assert_close, same, trained, trained_by_hand
 
 TASKS = [CLASSIFICATION, REGRESSION, TOKENS, CAUSAL, SPANS]
 
@@ -20,9 +19,7 @@ def test_a_round_equals_a_loop_by_hand(task: LossSpec, epochs: int) -> None:
         return g + 3000 * len(g) / 32 * g * g * delta
 
     ours = trained("coef_w", toy_sides(task, 3, local_epochs=epochs))
-    for a, b in zip(ours, trained_by_hand(task, epochs, 2, compensate), strict=True):
-        for x, y in zip(a, b, strict=True):
-            torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-5)
+    assert_close(ours, trained_by_hand(task, epochs, 2, compensate))
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda t: t.loss_type)
@@ -31,15 +28,13 @@ def test_it_is_coef_d_with_two_other_options(task: LossSpec) -> None:
     ours = trained("coef_w", toy_sides(task, 3))
     theirs = trained("coef_d", toy_sides(task, 3), feedback_at="walk", server_passes=2)
     papers = trained("coef_d", toy_sides(task, 3))
-    assert all(torch.equal(x, y) for a, b in zip(ours, theirs, strict=True) for x, y in zip(a, b, strict=True))
-    assert not all(torch.equal(x, y) for a, b in zip(ours, papers, strict=True) for x, y in zip(a, b, strict=True))
+    assert same(ours, theirs) and not same(ours, papers)
 
 
+@pytest.mark.parametrize("method", ["coef_w", "coef_p"])
 @pytest.mark.parametrize("task", TASKS, ids=lambda t: t.loss_type)
-def test_one_batch_and_one_pass_equal_vanilla(task: LossSpec) -> None:
-    ours, theirs = trained("coef_w", toy_sides(task, 1), server_passes=1), trained("vanilla", toy_sides(task, 1))
-    for a, b in zip(ours, theirs, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+def test_one_batch_and_one_pass_equal_vanilla(task: LossSpec, method: str) -> None:
+    assert same(trained(method, toy_sides(task, 1), server_passes=1), trained("vanilla", toy_sides(task, 1)))
 
 
 def test_it_is_the_default() -> None:
@@ -49,4 +44,6 @@ def test_it_is_the_default() -> None:
 def test_titles() -> None:
     assert make_method("coef_w").full_title == "CoeF-W"
     assert make_method("coef_w", {"feedback_at": "initial", "server_passes": 1}).full_title == "CoeF-W, initial, 1 pass"
+    with pytest.raises(ValueError, match="0 makes CoeF-W gradient reuse"):
+        make_method("coef_w", {"compensation_factor": -1.0})
     assert make_method("coef_w").defaults_of_run(8) == "CoeF-W: λ = 3000 b/32 = 750 for batches of b = 8."

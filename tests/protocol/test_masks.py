@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from hf_coefsfl.protocol.masks import KnownMask, known_mask, known_masks, with_rows
+from hf_coefsfl.protocol.masks import KnownMask, joined, known_mask, known_masks, rows_of, with_rows
 from hf_coefsfl.protocol.messages import SmashedData
 
 FULL, PADDED = torch.ones(2, 4), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
@@ -44,6 +44,18 @@ def test_rows_of_the_host_can_be_added() -> None:
     assert isinstance(longer, KnownMask) and torch.equal(longer.host, torch.cat([PADDED, PADDED]))
     assert torch.equal(longer.as_subclass(Tensor), torch.cat([FULL.long(), PADDED]))
     assert type(with_rows(FULL, PADDED)) is Tensor
+
+
+def test_rows_can_be_chosen_and_joined() -> None:
+    rows = torch.tensor([1, 0, 1])
+    chosen = rows_of(claimed(FULL, PADDED), rows, rows)
+    assert isinstance(chosen, KnownMask) and torch.equal(chosen.host, PADDED[rows])
+    assert torch.equal(chosen.as_subclass(Tensor), FULL.long()[rows])
+    assert type(rows_of(PADDED, rows, rows)) is Tensor and torch.equal(rows_of(PADDED, rows, rows), PADDED[rows])
+    both = joined([chosen, claimed(FULL, PADDED)])
+    assert isinstance(both, KnownMask) and torch.equal(both.host, torch.cat([PADDED[rows], PADDED]))
+    for parts in ([chosen, PADDED], [PADDED, PADDED]):  # what the host does not know whole, it does not know
+        assert type(joined(parts)) is Tensor and torch.equal(joined(parts)[-2:], PADDED)
 
 
 def test_all_else_is_computed_with_the_mask_itself() -> None:

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_coefsfl.methods import make_method
@@ -13,6 +14,18 @@ from hf_coefsfl.protocol.loss import LossSpec
 from .toy import toy_sides
 
 Weights = list[Tensor]
+
+
+def same(ours: tuple[Weights, Weights], theirs: tuple[Weights, Weights]) -> bool:
+    """Return whether the weights of both halves are the same bits."""
+    return all(torch.equal(x, y) for a, b in zip(ours, theirs, strict=True) for x, y in zip(a, b, strict=True))
+
+
+def assert_close(ours: tuple[Weights, Weights], theirs: tuple[Weights, Weights]) -> None:
+    """Assert that the weights of both halves are the same but for rounding."""
+    for a, b in zip(ours, theirs, strict=True):
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-5)
 
 
 def trained(method: str, sides: Any, **options: Any) -> tuple[Weights, Weights]:
