@@ -2,8 +2,8 @@
 
 python benchmarks/deployment.py [--task mnli] [--links none 10 100] [--delay 50] [--rows 48] [--methods vanilla ...]
 
-A method may have a codec of the exchange behind a colon: coef_p:compact, or JSON as in
-'coef_p:{"smashed_data": "int4", "gradients": "int8"}'. Its adapters are then sent by `--adapter-codec`.
+A method may have a codec of the exchange behind a colon: coef_w:compact, or JSON as in
+'coef_w:{"smashed_data": "int4", "gradients": "int8"}'. Its adapters are then sent by `--adapter-codec`.
 
 The script runs a real SuperLink and two real SuperNodes on this machine. Each SuperNode reaches the SuperLink through
 a TCP proxy of its own (slow_link.py), which counts every byte and can be slow: `--links` Mbit/s pass in each direction,
@@ -42,7 +42,7 @@ from hf_coefsfl.protocol.adapters import ADAPTER_CODECS
 
 IDLE = 20  # seconds for which nodes without work are watched
 UNLIMITED = "no limit"
-METHODS = ["vanilla", "coef_j", "coef_p:int4", "coef_p:compact"]
+METHODS = ["vanilla", "coef_j", "coef_w:int4", "coef_w:compact"]
 
 
 # ---- Tables ----

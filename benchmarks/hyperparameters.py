@@ -1,4 +1,4 @@
-"""Measures how the learning rate and CoeF-D's lambda change the accuracy on the quickstart's task.
+"""Measures how the learning rate and the lambda of CoeF-D and CoeF-W change the accuracy on the quickstart's task.
 
 python benchmarks/hyperparameters.py
 
@@ -27,7 +27,8 @@ RATE = 3e-3  # the quickstart's
 RATES = (1e-3, RATE, 1e-2)
 FACTOR = 3000 * BATCH_SIZE / 32
 FACTORS = (0.0, FACTOR / 4, FACTOR, 4 * FACTOR, 16 * FACTOR)
-METHODS = ("vanilla", "coef_d", "coef_j")
+METHODS = ("vanilla", "coef_d", "coef_j", "coef_w")
+SCALED = ("coef_d", "coef_w")  # methods with a lambda
 
 
 def final_accuracy(base: str, data: tuple, seed: int, method: str, rate: float, factor: float | None) -> float:
@@ -67,9 +68,9 @@ def main() -> None:
     seeds = parser.parse_args().seeds
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    options = {"coef_d": FACTOR}
+    options = dict.fromkeys(SCALED, FACTOR)
     settings = [(method, rate, options.get(method)) for method in METHODS for rate in RATES]
-    settings += [("coef_d", RATE, factor) for factor in FACTORS if factor != FACTOR]
+    settings += [(method, RATE, factor) for method in SCALED for factor in FACTORS if factor != FACTOR]
     found: dict[tuple, list[float]] = {setting: [] for setting in settings}
     with tempfile.TemporaryDirectory() as base:
         for seed in seeds:
@@ -80,7 +81,8 @@ def main() -> None:
                 print(seed, *setting, f"{found[setting][-1]:.1f}", file=sys.stderr, flush=True)
     shown = {key: f"{statistics.mean(v):.1f} ({min(v):.1f} to {max(v):.1f})" for key, v in found.items()}
     rows = [{"method": m, **{f"{rate:g}": shown[m, rate, options.get(m)] for rate in RATES}} for m in METHODS]
-    print(format_table(rows), "", format_table([{f"{f:g}": shown["coef_d", RATE, f] for f in FACTORS}]), sep="\n")
+    factors = [{"method": m, **{f"{f:g}": shown[m, RATE, f] for f in FACTORS}} for m in SCALED]
+    print(format_table(rows), "", format_table(factors), sep="\n")
 
 
 if __name__ == "__main__":

@@ -88,3 +88,19 @@ def test_differences_are_those_of_the_archive(named: str, baseline: str) -> None
             if row and text != difference(column, row, baseline):
                 wrong[row, column] = f"{text!r}, the archive has {difference(column, row, baseline)!r}"
     assert len(table) > 1 and not wrong
+
+
+def test_the_answers_of_squad_are_those_of_the_archive() -> None:
+    table = next(t for t in page() if "first seed" in t.get("CoeF-W", {}))
+    wrong = {}
+    for row, cells in table.items():
+        if row:
+            name = {"Gradient reuse": "Gradient reuse (w/o comp.)"}.get(row, row)
+            scores = results()["SQuAD (answerable), IID", name].scores
+            pairs = list(zip(scores["EM"].values, scores["F1"].values, strict=True))
+            expected = [f"{exact:.1f}, {f1:.1f}" for exact, f1 in pairs] + [""] * (3 - len(pairs))
+            mean = f"{scores['EM'].mean:.1f}, {scores['F1'].mean:.1f}" if len(pairs) > 1 else ""
+            shown = [cells[heading] for heading in ("mean", "first seed", "second", "third")]
+            if shown != [mean, *expected]:
+                wrong[row] = f"{shown}, the archive has {[mean, *expected]}"
+    assert len(table) > 5 and not wrong
