@@ -2,6 +2,8 @@
 
 import gc
 import os
+import signal
+from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,6 +33,14 @@ def _quicker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         once.use(monkeypatch.setattr)
     if room != "tests" and not file.startswith("test_model_card"):  # those of `trainer` look at pictures
         monkeypatch.setattr("hf_coefsfl.trainer.model_card.can_plot", lambda: False)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let SIGINT interrupt: it is ignored where the tests run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def pytest_collection_finish() -> None:

@@ -214,6 +214,7 @@ def test_a_worker_that_survives_is_waited_for(tmp_path: Path, worker: tuple[str,
     assert len(journal(tmp_path / "runs")) == 16 and set(journal(tmp_path / "runs").values()) == {1}
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_ends_its_workers(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: int
@@ -228,12 +229,8 @@ def test_interrupted_it_ends_its_workers(
             os.kill(os.getpid(), number)
 
     monkeypatch.setattr(runner.time, "sleep", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
-    try:
-        with pytest.raises(SystemExit) as left:
-            main([*command, "--jobs", "2"])
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(SystemExit) as left:
+        main([*command, "--jobs", "2"])
     assert left.value.code == 130
     assert "0 of 4 runs are done. The same command continues" in capfd.readouterr().err
     assert len(list(tmp_path.glob("out/runs/*/log.txt"))) == 2 and not journal(tmp_path / "out/runs")

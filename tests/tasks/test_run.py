@@ -202,6 +202,7 @@ def test_resumes_from_the_last_checkpoint(posts: dict[str, str]) -> None:
     assert (out / "adapter_model.safetensors").read_bytes() == first
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_tells_how_to_go_on(
     posts: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
