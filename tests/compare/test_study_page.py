@@ -38,9 +38,9 @@ def page() -> list[Table]:
 
 
 @cache
-def results() -> dict[tuple[str, str], Result]:
-    """The archive's results, by column and row."""
-    spec = load_spec(ROOT / "recipes/study/study.yaml")
+def results(path: str = "recipes/study/study.yaml") -> dict[tuple[str, str], Result]:
+    """The archive's results of a spec, by column and row."""
+    spec = load_spec(ROOT / path)
     cells = expand(spec)
     finished = load_finished(cells, Path("no_folder_of_runs"), Archive(ROOT / "recipes/study/runs.parquet"))
     return {
@@ -104,3 +104,42 @@ def test_the_answers_of_squad_are_those_of_the_archive() -> None:
             if shown != [mean, *expected]:
                 wrong[row] = f"{shown}, the archive has {[mean, *expected]}"
     assert len(table) > 5 and not wrong
+
+
+RATES = (3e-4, 1e-3, 3e-3)
+TRIED = "3e-4 / 1e-3 / 3e-3"
+
+
+def tried(result: Result | None) -> str:
+    """The first seed's score with each learning rate."""
+    runs = result.tried if result is not None else ()
+    first = {r.options["learning_rate"]: next(iter(s["scores"].values())) for r, s in runs if r.options["seed"] == 0}
+    return " / ".join(f"{first[rate]:.1f}" if rate in first else "–" for rate in RATES) if first else ""
+
+
+def test_learning_rates_are_those_of_the_archive() -> None:
+    found = [table for table in page() if table[""][""] == TRIED]
+    wrong, shown = {}, set()
+    for table in found:
+        for row, cells in table.items():
+            for column, text in cells.items():
+                if row:
+                    shown.add((column, row))
+                    expected = tried(results().get((column, row)))
+                    if text != expected:
+                        wrong[row, column] = f"{text!r}, the archive has {expected!r}"
+    assert not wrong
+    compared = next(t for t in page() if "Digits, IID (8)" in t.get("Vanilla SFL", {}))
+    rows = set(compared) - {"", "Central LoRA", *(row for row in compared if row.endswith(", walk"))}
+    assert {row for _, row in shown} >= rows
+    assert len({column for column, _ in shown}) == 9
+
+
+def test_scores_at_the_plateau_are_those_of_the_archive() -> None:
+    table = next(t for t in page() if "IID, 90 rounds" in t.get("Vanilla SFL", {}))
+    found = results("recipes/compare/plateau.yaml")
+    for row, cells in table.items():
+        if row:
+            for split in ("IID", "non-IID"):
+                result = found.get((f"Digits, to the plateau, {split}", row))
+                assert cells[f"{split}, 90 rounds"] == accuracy(result, 8), (row, split)
