@@ -7,7 +7,7 @@ ARGS ?=
 # `$(IN_VENV) command` runs a command of the environment on this clone.
 IN_VENV = venv=$$($(PYTHON) .ci/venv.py) && PATH="$$venv/bin:$$PATH" PYTHONPATH="$(CURDIR)"
 
-.PHONY: help venv quickstart test test-all lint format docs dist clean
+.PHONY: help venv quickstart test test-all test-torchao lint format docs dist clean
 
 help: ## list the targets
 	@awk -F ': ## ' '/^[a-z-]+: ## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -26,6 +26,9 @@ test: ## run the fast tests, 10 minutes on two cores (ARGS="-k partition" for so
 
 test-all: ## run all tests, 35 minutes on two cores: soak, real networks and data, every method and model
 	@$(IN_VENV) $(PYTEST) $(ARGS)
+
+test-torchao: ## run the tests on weights that torchao keeps in int8, with torchao
+	@$(IN_VENV) sh -c 'PYTHONPATH="$$PYTHONPATH:$$0/beside" OMP_NUM_THREADS=1 python -m pytest tests/trainer/test_torchao.py' "$$venv"
 
 lint: ## check style, formatting, types and the direction of imports
 	@$(IN_VENV) sh -c 'failed=0; for check in "ruff check ." "ruff format --check ." mypy lint-imports; do $$check || failed=1; done; exit $$failed'
