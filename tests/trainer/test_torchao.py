@@ -1,4 +1,4 @@
-"""Training over weights that torchao keeps in int8. It is not in an extra: it makes every start a second slower."""
+"""Training over weights that torchao keeps in int8: `make test-torchao`. It makes every start a second slower."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.federated import QUICK, texts, trainer
 from tests.support.quantised import wide_bert
 from tests.support.selection import slow_except
 
-quantization = pytest.importorskip("torchao.quantization", reason="needs torchao: pip install torchao")
+quantization = pytest.importorskip("torchao.quantization", reason="needs torchao: make test-torchao has it")
 TRAINED = [name for name in sorted(METHODS) if not METHODS[name].trains_block_copies]
 
 
