@@ -1,4 +1,4 @@
-"""docs/results.md has the figures of the archive: what `coefsfl compare study --report_only` prints."""
+"""docs/results.md has the figures of the archive: what `coefsfl compare study --report_only` and the specs beside print."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 from hf_coefsfl.compare import Archive, expand, load_finished, load_spec
 from hf_coefsfl.compare.differences import Difference, paired
-from hf_coefsfl.compare.results import Result, gather
+from hf_coefsfl.compare.results import Result, gather, mean_curve
 from tests.support.paths import ROOT
 
-Table = dict[str, dict[str, str]]  # row, column: text
-
+Table = dict[str, dict[str, str]]  # row, column: text; the corner under "", ""
+STUDY, MORE, PLATEAU = "study/study.yaml", "study/more.yaml", "compare/plateau.yaml"
 
 def tables(page: str) -> list[Table]:
     """Return the tables of a page, without bold type."""
@@ -37,109 +37,126 @@ def page() -> list[Table]:
     return tables((ROOT / "docs/results.md").read_text())
 
 
+def named(corner: str) -> Table:
+    """The table of the page with this text in its corner, without the corner."""
+    (found,) = [table for table in page() if table[""][""] == corner]
+    return {row: cells for row, cells in found.items() if row}
+
+
 @cache
-def results(path: str = "recipes/study/study.yaml") -> dict[tuple[str, str], Result]:
+def results(spec: str) -> dict[tuple[str, str], Result]:
     """The archive's results of a spec, by column and row."""
-    spec = load_spec(ROOT / path)
-    cells = expand(spec)
+    loaded = load_spec(ROOT / "recipes" / spec)
+    cells = expand(loaded)
     finished = load_finished(cells, Path("no_folder_of_runs"), Archive(ROOT / "recipes/study/runs.parquet"))
     return {
         (f"{r.title.replace(' (part)', ' part')}, {r.cell.split.name}", r.cell.variant.name): r
-        for r in gather(spec, cells, finished)
+        for r in gather(loaded, cells, finished)
     }
 
 
+def scores(values: tuple[float, ...], std: float | None, seeds: int) -> str:
+    """A mean with its deviation, and the number of seeds if it is another than the column's."""
+    spread = "" if std is None else f" ± {std:.1f}"
+    return f"{sum(values) / len(values):.1f}{spread}" + f" ({len(values)})" * (len(values) != seeds)
+
+
 def accuracy(result: Result | None, seeds: int) -> str:
-    values = result.scores["accuracy"].values if result else ()
-    if not values or result is None:
-        return ""
-    score = result.scores["accuracy"]
-    spread = "" if score.std is None else f" ± {score.std:.1f}"
-    return f"{score.mean:.1f}{spread}" + f" ({len(values)})" * (len(values) != seeds)
+    score = result.scores["accuracy"] if result else None
+    return scores(score.values, score.std, seeds) if score and score.values else ""
 
 
 def difference(column: str, row: str, baseline: str) -> str:
-    values = paired({name: r for (c, name), r in results().items() if c == column}, row, baseline)
+    values = paired({name: r for (c, name), r in results(STUDY).items() if c == column}, row, baseline)
     return str(Difference.of([values])).replace("-", "−") if values else ""
 
 
-def test_scores_are_those_of_the_archive() -> None:
-    table = next(t for t in page() if "Digits, IID (8)" in t.get("Vanilla SFL", {}))
-    assert {"Vanilla SFL", "CoeF-W", "CoeF-P", "CoeF-D", "CoeF-J"} <= table.keys()
-    wrong = {}
-    for row, cells in table.items():
+@pytest.mark.parametrize(("corner", "spec"), [("the study", STUDY), ("beside the study", MORE)])
+def test_scores_are_those_of_the_archive(corner: str, spec: str) -> None:
+    wrong, shown = {}, named(corner)
+    for row, cells in shown.items():
         for heading, text in cells.items():
-            if row:
-                column, seeds = heading.removesuffix(")").rsplit(" (", 1)
-                expected = accuracy(results().get((column, row)), int(seeds))
-                if text != expected:
-                    wrong[row, column] = f"{text!r}, the archive has {expected!r}"
+            column, seeds = heading.removesuffix(")").rsplit(" (", 1)
+            expected = accuracy(results(spec).get((column, row)), int(seeds))
+            if text != expected:
+                wrong[row, column] = f"{text!r}, the archive has {expected!r}"
     assert not wrong
+    if spec == STUDY:
+        assert shown.keys() == {row for (column, row) in results(spec) if not column.startswith("SQuAD")}
+
+
+def test_the_study_is_complete() -> None:
+    assert not [place for place, result in results(STUDY).items() if not result.complete]
 
 
 @pytest.mark.parametrize(
-    ("named", "baseline"), [("to vanilla", "Vanilla SFL"), ("to CoeF-J", "CoeF-J"), ("to CoeF-D", "CoeF-D")]
+    ("corner", "baseline"), [("to vanilla", "Vanilla SFL"), ("to CoeF-J", "CoeF-J"), ("to CoeF-D", "CoeF-D")]
 )
-def test_differences_are_those_of_the_archive(named: str, baseline: str) -> None:
-    table = next(t for t in page() if t[""][""] == named)
+def test_differences_are_those_of_the_archive(corner: str, baseline: str) -> None:
     wrong = {}
-    for row, cells in table.items():
+    for row, cells in named(corner).items():
         for column, text in cells.items():
-            if row and text != difference(column, row, baseline):
+            if text != difference(column, row, baseline):
                 wrong[row, column] = f"{text!r}, the archive has {difference(column, row, baseline)!r}"
-    assert len(table) > 1 and not wrong
+    assert not wrong
 
 
 def test_the_answers_of_squad_are_those_of_the_archive() -> None:
-    table = next(t for t in page() if "first seed" in t.get("CoeF-W", {}))
     wrong = {}
-    for row, cells in table.items():
-        if row:
-            name = {"Gradient reuse": "Gradient reuse (w/o comp.)"}.get(row, row)
-            scores = results()["SQuAD (answerable), IID", name].scores
-            pairs = list(zip(scores["EM"].values, scores["F1"].values, strict=True))
-            expected = [f"{exact:.1f}, {f1:.1f}" for exact, f1 in pairs] + [""] * (3 - len(pairs))
-            mean = f"{scores['EM'].mean:.1f}, {scores['F1'].mean:.1f}" if len(pairs) > 1 else ""
-            shown = [cells[heading] for heading in ("mean", "first seed", "second", "third")]
-            if shown != [mean, *expected]:
-                wrong[row] = f"{shown}, the archive has {[mean, *expected]}"
-    assert len(table) > 5 and not wrong
+    for row, cells in named("SQuAD").items():
+        place = "SQuAD (answerable), IID", {"Gradient reuse": "Gradient reuse (w/o comp.)"}.get(row, row)
+        found = (results(STUDY).get(place) or results(MORE)[place]).scores
+        pairs = list(zip(found["EM"].values, found["F1"].values, strict=True))
+        expected = [f"{exact:.1f}, {f1:.1f}" for exact, f1 in pairs] + [""] * (3 - len(pairs))
+        mean = f"{found['EM'].mean:.1f}, {found['F1'].mean:.1f}" if len(pairs) > 1 else ""
+        shown = [cells[heading] for heading in ("mean", "first seed", "second", "third")]
+        if shown != [mean, *expected]:
+            wrong[row] = f"{shown}, the archive has {[mean, *expected]}"
+    assert not wrong
 
 
-RATES = (3e-4, 1e-3, 3e-3)
-TRIED = "3e-4 / 1e-3 / 3e-3"
-
-
-def tried(result: Result | None) -> str:
-    """The first seed's score with each learning rate."""
-    runs = result.tried if result is not None else ()
-    first = {r.options["learning_rate"]: next(iter(s["scores"].values())) for r, s in runs if r.options["seed"] == 0}
-    return " / ".join(f"{first[rate]:.1f}" if rate in first else "–" for rate in RATES) if first else ""
+def tried(result: Result) -> str:
+    """The first seed's first score with each learning rate of the spec."""
+    first = {
+        run.options["learning_rate"]: next(iter(summary["scores"].values()))
+        for run, summary in result.tried
+        if run.options["seed"] == result.cell.spec.seeds[0]
+    }
+    return " / ".join(f"{first[rate]:.1f}" if rate in first else "–" for rate in (3e-4, 1e-3, 3e-3))
 
 
 def test_learning_rates_are_those_of_the_archive() -> None:
-    found = [table for table in page() if table[""][""] == TRIED]
     wrong, shown = {}, set()
-    for table in found:
+    for table in page():
+        if table[""][""] != "3e-4 / 1e-3 / 3e-3":
+            continue
         for row, cells in table.items():
             for column, text in cells.items():
-                if row:
+                if row and text:
                     shown.add((column, row))
-                    expected = tried(results().get((column, row)))
+                    expected = tried(results(STUDY)[column, row])
                     if text != expected:
                         wrong[row, column] = f"{text!r}, the archive has {expected!r}"
     assert not wrong
-    compared = next(t for t in page() if "Digits, IID (8)" in t.get("Vanilla SFL", {}))
-    rows = set(compared) - {"", "Central LoRA", *(row for row in compared if row.endswith(", walk"))}
-    assert {row for _, row in shown} >= rows
-    assert len({column for column, _ in shown}) == 9
+    assert shown == results(STUDY).keys()
 
 
-def test_scores_at_the_plateau_are_those_of_the_archive() -> None:
-    table = next(t for t in page() if "IID, 90 rounds" in t.get("Vanilla SFL", {}))
-    found = results("recipes/compare/plateau.yaml")
-    for row, cells in table.items():
-        if row:
-            for split in ("IID", "non-IID"):
-                result = found.get((f"Digits, to the plateau, {split}", row))
-                assert cells[f"{split}, 90 rounds"] == accuracy(result, 8), (row, split)
+def after(result: Result, rounds: int) -> str:
+    """The accuracy after some rounds, mean and deviation over the seeds."""
+    points = [p["scores"]["accuracy"] for _, s in result.runs for p in s["curve"] if p["round"] == rounds]
+    assert len(points) == len(result.cell.spec.seeds)
+    (point,) = [point for point in mean_curve(result, "accuracy") if point.round == rounds]
+    std = None if len(points) == 1 else (sum((x - point.score) ** 2 for x in points) / (len(points) - 1)) ** 0.5
+    return scores(tuple(points), std, len(points))
+
+
+@pytest.mark.parametrize("corner", ["vanilla SFL, rounds", "digits, rounds"])
+def test_scores_of_longer_runs_are_those_of_the_archive(corner: str) -> None:
+    wrong = {}
+    for row, cells in named(corner).items():
+        for heading, text in cells.items():
+            column, name = (row.rsplit(", ", 1)[0], heading) if corner.startswith("digits") else (heading, "Vanilla SFL")
+            expected = after(results(PLATEAU)[column, name], int(row.rsplit(maxsplit=1)[-1]))
+            if text != expected:
+                wrong[row, heading] = f"{text!r}, the archive has {expected!r}"
+    assert not wrong
