@@ -67,7 +67,7 @@ class Site:
     """The data of the clients, the halves of the model, and the options of a run."""
 
     def __init__(self, folder: Path, options: argparse.Namespace):
-        self.folder, self.adapter_codec = folder, options.adapter_codec
+        self.folder, self.adapter_codec, self.chunk_size = folder, options.adapter_codec, options.chunk_size
         rows = load_dataset("parquet", data_files=str(options.data / "train.parquet"), split="train")
         rows = rows.shuffle(seed=0).select(range(CLIENTS * options.rows))
         parts = [rows.select(range(c, len(rows), CLIENTS)) for c in range(CLIENTS)]
@@ -125,7 +125,8 @@ class Site:
         output = self.folder / f"{plain(method)}-{plain(link)}"
         place = self.asked_for(method) | {"dataset_name": str(self.folder / "server"), "output_dir": str(output)}
         before, begin = retries(flower), time.time()
-        said = flower.run(self.common | place | {"min_clients": CLIENTS}, timeout=3600, app=self.app)
+        deployed = {"min_clients": CLIENTS, "chunk_size": self.chunk_size}
+        said = flower.run(self.common | place | deployed, timeout=3600, app=self.app)
         end = time.time()
         if not (output / "communication.json").exists():
             raise RuntimeError(f"{method}, {link}: the run failed.\n{said}")

@@ -112,7 +112,7 @@ def report(options: argparse.Namespace, runs: list[dict[str, Any]], simulated: d
     firsts = {method: next(run for run in runs if run["method"] == method) for method in options.methods}
     print(
         f"{options.task}: {CLIENTS} clients of {options.rows} rows, batches of {options.batch_size}, rounds: "
-        f"{options.rounds}. Adapters of methods with a codec: {options.adapter_codec}."
+        f"{options.rounds}. Adapters of methods with a codec: {options.adapter_codec}. Chunks: {options.chunk_size}."
     )
     print("Flower's own time and bytes for each message are in all that follows.\n")
     print("Bytes on the wire against the ledger: all, by direction, and as far as they are payload or polling.")
@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument(
         "--adapter-codec", choices=ADAPTER_CODECS, default="int8", help="of the adapters, for METHOD:CODEC"
     )
+    parser.add_argument("--chunk-size", default="16MiB", help="largest part of a payload in one message")
     parser.add_argument("--model", type=Path, help="default: beside the clone, in shared/models")
     parser.add_argument("--data", type=Path, help="train.parquet and test.parquet; default: in shared/data")
     parser.add_argument("--no-simulation", action="store_true", help="do not run it in one process, too")
