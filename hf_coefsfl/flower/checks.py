@@ -164,7 +164,16 @@ class UploadCheck:
     def exchange(
         self, sent: Exchange[SmashedData], count: int, samples: int, go_on: Callable[[], object] = lambda: None
     ) -> None:
-        """Refuse an exchange of other batches, of more samples, without activations, or with NaN or infinity.
+        """Refuse an exchange of the wrong form, or with NaN or infinity; `go_on` as in `form`."""
+        self.form(sent, count, samples, go_on)
+        for batch, packed in enumerate(sent.packed):
+            go_on()
+            self.finite(batch, packed)
+
+    def form(
+        self, sent: Exchange[SmashedData], count: int, samples: int, go_on: Callable[[], object] = lambda: None
+    ) -> None:
+        """Refuse an exchange of other batches, of more samples or without activations; its values are not read.
 
         `go_on` is called for each batch, and raises if nobody waits for this any longer.
         """
@@ -179,11 +188,15 @@ class UploadCheck:
             for name, part in packed.tensors.items():
                 if part.shape != shape or part.dtype not in self.dtypes:
                     raise TransferError(f"{name} of batch {batch} is {part.dtype} {tuple(part.shape)}")
-                # A finite value times a finite scale may overflow. The device is busy with another client's turn.
-                if not bool(part.on(torch.device("cpu")).unpack().isfinite().all()):
-                    raise TransferError(f"the {name} of batch {batch} hold NaN or infinity")
         if samples < 0:
             raise TransferError(f"{-samples} samples more came than the client has")
+
+    def finite(self, batch: int, packed: Packed[SmashedData]) -> None:
+        """Refuse a batch with NaN or infinity."""
+        for name, part in packed.tensors.items():
+            # A finite value times a finite scale may overflow. The device is busy with another client's turn.
+            if not bool(part.on(torch.device("cpu")).unpack().isfinite().all()):
+                raise TransferError(f"the {name} of batch {batch} hold NaN or infinity")
 
 
 class Declared:

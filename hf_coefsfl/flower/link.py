@@ -6,9 +6,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, overload
 
@@ -20,10 +20,11 @@ from ..protocol.clock import synchronize
 from ..protocol.context import RoundContext
 from ..protocol.link import ClientLink
 from ..protocol.messages import ClientResult, Message, Parameters, SmashedData
-from ..protocol.packing import Exchange, Places
+from ..protocol.packing import Exchange, Packed, Places
 from ..protocol.padding import kept_positions
 from ..protocol.wire import read_exchange, read_message, write_exchange, write_message
 from .checks import OBSERVED, Declared, UploadCheck, check_observed, check_tensors
+from .growing import Growing
 from .transport import Channel, Deadline
 from .wire import TransferError, integer
 
@@ -94,12 +95,17 @@ class Turn:
                 self._changed.notify_all()
 
 
-class _SharedTurns(Exchange[SmashedData]):
-    """An upload. Whoever reads the next batch of it shares the server half with others first."""
+class _Upload(Exchange[SmashedData]):
+    """An upload, of which later batches may still be on their way.
 
-    def __init__(self, sent: Exchange[SmashedData], share: Callable[[], None]):
+    Whoever reads the next batch of it shares the server half with others first. The values of a batch are checked
+    before they are read for the first time, unless all were checked before.
+    """
+
+    def __init__(self, sent: Exchange[SmashedData], link: FlowerLink, payload: Growing, is_checked: bool):
         super().__init__(sent.store, sent.batches)
-        self.packed, self._share = sent.packed, share
+        self.packed, self._link, self._payload = sent.packed, link, payload
+        self._unchecked = set[int]() if is_checked else set(range(len(sent)))
 
     @overload
     def __getitem__(self, index: int) -> SmashedData: ...
@@ -107,8 +113,13 @@ class _SharedTurns(Exchange[SmashedData]):
     def __getitem__(self, index: slice) -> Exchange[SmashedData]: ...
     def __getitem__(self, index: int | slice) -> SmashedData | Exchange[SmashedData]:
         """Unpack a message, or choose some of them without unpacking."""
-        if not isinstance(index, slice):
-            self._share()
+        if isinstance(index, slice):
+            return _Upload(super().__getitem__(index), self._link, self._payload, not self._unchecked)
+        index = range(len(self))[index]
+        if index in self._unchecked:
+            self._link.check_values(index, self.packed[index], self._payload)
+            self._unchecked.remove(index)
+        self._link.share()
         return super().__getitem__(index)
 
 
@@ -179,8 +190,8 @@ class FlowerLink(ClientLink):
         samples = min(self.num_samples, batches * self.check.batch_size)
         with self.turn.given_up(self.context.client, self.channel.deadline):
             limit = self.check.largest_upload(samples, batches, self.upload_tensors)
-            path = self._step([{"do": "upload", "batches": asked}], limit)
-            if path is None:
+            payload = self._step([{"do": "upload", "batches": asked}], limit)
+            if payload is None:
                 raise TransferError("smashed data was asked for, none came")
 
             def kept(_: int, message: SmashedData) -> Places | None:
@@ -188,14 +199,37 @@ class FlowerLink(ClientLink):
                 return self.context.store.places(kept_positions(self.check.sound(message), self.check.loss_spec))
 
             store, device = self.context.store, self.context.device
-            sent: Exchange[SmashedData] = read_exchange(
-                path, SmashedData, store, kept, device, batches, self.check.most_beside(), asked
-            )
-            path.unlink()  # an open file stays
+            try:
+                sent: Exchange[SmashedData] = read_exchange(
+                    payload.path,
+                    SmashedData,
+                    store,
+                    kept,
+                    device,
+                    batches,
+                    self.check.most_beside(),
+                    asked,
+                    payload.wait,
+                )
+            finally:
+                payload.path.unlink(missing_ok=True)  # an open file stays
             assert self._num_batches is not None  # a step tells it
             count = self._num_batches if asked is None else len(asked)
-            self.check.exchange(sent, count, samples, self.channel.deadline.left)
-        return _SharedTurns(sent, lambda: self.turn.share(self.context.client, self.channel.deadline))
+            is_whole = payload.is_whole
+            check = self.check.exchange if is_whole else self.check.form
+            check(sent, count, samples, self.channel.deadline.left)
+        return _Upload(sent, self, payload, is_whole)
+
+    def check_values(self, batch: int, packed: Packed[SmashedData], payload: Growing) -> None:
+        """Refuse a batch with NaN or infinity; others compute while it is still on its way."""
+        client, deadline = self.context.client, self.channel.deadline
+        with nullcontext() if payload.has(packed.end) else self.turn.given_up(client, deadline):
+            payload.wait(packed.end)
+            self.check.finite(batch, packed)
+
+    def share(self) -> None:
+        """Between two batches: let others compute, if they have waited for long."""
+        self.turn.share(self.context.client, self.channel.deadline)
 
     def deliver(self, messages: Exchange[Message] | None, batches: Sequence[int] | None) -> None:
         """Send down what there is, with the next message to the client; that of the whole round goes at once."""
@@ -226,11 +260,13 @@ class FlowerLink(ClientLink):
     def _finish(self) -> None:
         sent = *self.weights.adapters.values(), *self.weights.auxiliary.values()  # encoded, both have the same names
         own = sum(t.numel() * t.element_size() for t in sent)
-        path = self._step([{"do": "finish"}], limit=2 * own + _REPORT + 4 * self._most_reports() * len(OBSERVED))
-        if path is None:
+        payload = self._step([{"do": "finish"}], limit=2 * own + _REPORT + 4 * self._most_reports() * len(OBSERVED))
+        if payload is None:
             raise TransferError("trained weights were asked for, none came")
-        result = read_message(path, ClientResult)
-        path.unlink()
+        try:
+            result = read_message(payload.whole(), ClientResult)
+        finally:
+            payload.path.unlink(missing_ok=True)
         check_tensors(self.weights.adapters, result.adapters)
         check_tensors(self.weights.auxiliary, result.kept)
         check_observed(result.observed, self._most_reports())
@@ -245,7 +281,7 @@ class FlowerLink(ClientLink):
         """Return how many numbers of a kind a client may report of its round."""
         return 8 * (self.local_epochs + 1) * (self._num_batches or self.most_batches) + len(self.weights.adapters)
 
-    def _step(self, calls: list[dict[str, Any]], limit: int | None = None) -> Path | None:
+    def _step(self, calls: list[dict[str, Any]], limit: int | None = None) -> Growing | None:
         payload, self._payload = self._payload, None
         calls, self._waiting = [*self._waiting, *calls], []
         if self.channel.sequence == 0:

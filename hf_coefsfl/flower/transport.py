@@ -29,7 +29,8 @@ from flwr.superlink.grid import http_grid
 from tqdm.auto import tqdm
 
 from .errors import told
-from .wire import PROTOCOL, Incoming, Manifest, TransferError, chunk_of, content, header_of, integer, read_chunk
+from .growing import Growing
+from .wire import PROTOCOL, Manifest, TransferError, chunk_of, content, header_of, integer, read_chunk
 
 logger = logging.getLogger(__name__)
 _POLL, _LONGEST_POLL, _GROWTH = 0.05, 0.5, 1.2  # seconds between two looks for an answer, and how they grow
@@ -173,6 +174,7 @@ class Channel:
     title: str | None = None
     sequence: int = 0
     token: str = field(default_factory=lambda: secrets.token_hex(16))
+    _coming: Growing | None = None  # the payload of the last answer
 
     def file(self, kind: str) -> Path:
         """Return the file of a payload; no other round or client uses it."""
@@ -180,11 +182,15 @@ class Channel:
 
     def step(
         self, calls: list[dict[str, Any]], payload: Path | None, limit: int | None = None
-    ) -> tuple[dict[str, Any], Path | None]:
-        """Have the client do some calls; return the header of its answer and the file of its payload.
+    ) -> tuple[dict[str, Any], Growing | None]:
+        """Have the client do some calls; return the header of its answer and its payload.
 
-        The file of the payload that was sent is deleted. `limit` is what the answer's may have, if that is known.
+        A payload of several chunks is still on its way then. The next step waits for its end, so no round is over
+        before all that was sent in it is there and what was announced. The file of the payload that was sent is
+        deleted. `limit` is what the answer's may have, if that is known.
         """
+        if self._coming is not None:
+            self._coming.whole()  # for its own sake, and the client forgets in a step what it had left to send
         header = self._header() | {"calls": json.dumps(calls), "max_payload": self.max_payload}
         chunk = None
         if payload is not None:
@@ -198,11 +204,11 @@ class Channel:
         reply = self.courier.ask(self.node, "train.step", header | self.header, chunk, self.deadline)
         answer = header_of(reply)
         announced = Manifest.read(answer, min(limit or self.max_payload, self.max_payload))
-        received = None
+        self._coming = None
         if announced is not None:
-            received = self._receive(announced, chunk_of(reply, self.chunk_size))
+            self._coming = self._receive(announced, chunk_of(reply, self.chunk_size))
         self.sequence += 1
-        return answer, received
+        return answer, self._coming
 
     def _header(self) -> dict[str, Any]:
         return self.header | {
@@ -224,20 +230,28 @@ class Channel:
                     raise TransferError(f"the client has {there} bytes of a payload instead of {offset + len(chunk)}")
                 bar.update(len(chunk))
 
-    def _receive(self, manifest: Manifest, first: bytes) -> Path:
-        path = self.file("from")
-        path.unlink(missing_ok=True)
-        incoming = Incoming(path, manifest)
+    def _receive(self, manifest: Manifest, first: bytes) -> Growing:
+        """Return a payload that begins with this chunk. The others are asked for in the background."""
+        payload = Growing(self.file("from"), manifest, self.deadline.left)
         header = self._header() | {"payload_sha256": manifest.sha256}
-        with self._progress("from", manifest.size) as bar:
-            there = incoming.append(0, first)
-            bar.update(there)
-            while there < manifest.size:
-                reply = self.courier.ask(self.node, "query.fetch", header | {"offset": there}, None, self.deadline)
-                chunk = chunk_of(reply, self.chunk_size)
-                there = incoming.append(there, chunk)
+        if len(first) < manifest.size:
+            threading.Thread(target=self._fill, args=(payload, header, first), daemon=True).start()
+        else:
+            self._fill(payload, header, first)
+            payload.whole()
+        return payload
+
+    def _fill(self, payload: Growing, header: dict[str, Any], chunk: bytes) -> None:
+        try:
+            with self._progress("from", payload.size) as bar:
+                while (there := payload.append(chunk)) < payload.size:
+                    bar.update(len(chunk))
+                    reply = self.courier.ask(self.node, "query.fetch", header | {"offset": there}, None, self.deadline)
+                    chunk = chunk_of(reply, self.chunk_size)
                 bar.update(len(chunk))
-        return incoming.check(self.deadline.left)
+            payload.end()
+        except BaseException as error:  # nobody else sees this thread end
+            payload.end(error)
 
     def _progress(self, direction: str, size: int) -> tqdm[Any]:
         hidden = self.title is None or size <= self.chunk_size

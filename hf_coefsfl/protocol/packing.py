@@ -19,7 +19,12 @@ from .seeds import derive_seed
 
 M = TypeVar("M", bound=Message)
 Kept = Callable[[int, M], "Places | None"]  # of message i: the token positions that are sent; None: all
+Wait = Callable[[int], object]  # returns when so many bytes of a file are there, and raises if they will not come
 _ALIGNMENT = 64  # bytes, of the memory that PyTorch allocates
+
+
+def is_there(end: int) -> None:
+    """Wait for nothing: the whole file is there."""
 
 
 class Store:
@@ -96,9 +101,11 @@ class Mapped:
     size: int
     shape: torch.Size
     dtype: torch.dtype
+    wait: Wait = is_there
 
     def read(self) -> Tensor:
         """Return the values; those at an odd place in a file are copied, because sums may depend on the address."""
+        self.wait(self.start + self.size)
         ahead = self.start % mmap.ALLOCATIONGRANULARITY
         mapping = mmap.mmap(self.file.fileno(), self.size + ahead, access=mmap.ACCESS_COPY, offset=self.start - ahead)
         mapped = torch.frombuffer(mapping, dtype=torch.uint8, offset=ahead)
@@ -161,6 +168,12 @@ class Packed(Generic[M]):
     rest: M
     tensors: dict[str, PackedTensor]
     places: Places | None
+
+    @property
+    def end(self) -> int:
+        """How many bytes of its file must be there before it can be unpacked."""
+        values = (packed.values for packed in self.tensors.values())
+        return max((v.start + v.size for v in values if isinstance(v, Mapped)), default=0)
 
     def nbytes(self) -> dict[str, int]:
         """Bytes that are sent, by ledger heading."""

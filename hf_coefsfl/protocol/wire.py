@@ -19,7 +19,7 @@ from torch import Tensor
 from .devices import is_accelerator
 from .masks import known_masks
 from .messages import M, Message
-from .packing import Exchange, Kept, Mapped, Packed, PackedTensor, Places, Store, sent_shape
+from .packing import Exchange, Kept, Mapped, Packed, PackedTensor, Places, Store, Wait, is_there, sent_shape
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -77,13 +77,19 @@ def _write(file: IO[bytes], values: Tensor) -> None:
 
 
 def _named(exchange: Exchange[Any]) -> Iterator[tuple[str, Tensor | Mapped]]:
+    """Yield the tensors in the order of the file: what is small of all messages, then one's values after the other's.
+
+    So who reads a file that is still on its way soon knows the form of all messages, and has one after the other.
+    """
     for index, packed in enumerate(exchange.packed):
         for name, t in packed.rest.tensors().items():
             yield f"{index}.{name}", t
         for name, part in packed.tensors.items():
-            yield f"{index}.{name}", part.values
             if part.scale is not None:
                 yield f"{index}.{name}{_SCALE}", part.scale
+    for index, packed in enumerate(exchange.packed):
+        for name, part in packed.tensors.items():
+            yield f"{index}.{name}", part.values
 
 
 def _plain(message: Message) -> dict[str, Any]:
@@ -103,8 +109,12 @@ def read_exchange(
     most: int | None = None,
     most_beside: int | None = None,
     batches: Sequence[int] | None = None,
+    wait: Wait = is_there,
 ) -> Exchange[M]:
     """Return the exchange in a file; what is large stays there until it is read.
+
+    A file that is still being received has its whole size already. Here what is not packed is waited for, in whatever
+    order it lies there, and later the values of each message when it is read.
 
     Args:
         path: of the file, which may be deleted as soon as this function has returned.
@@ -117,10 +127,14 @@ def read_exchange(
         most_beside: bytes that a message may have beside its packed tensors; None: 64 MiB and four times as many as in
             them.
         batches: of which there is a message each; None: all of the round.
+        wait: for so many bytes of the file, or all if it has fewer.
     """
+    wait(8)
     with path.open("rb") as start:
-        if int.from_bytes(start.read(8), "little") > _MOST_HEADER:
-            raise ValueError("its header is too long")
+        length = int.from_bytes(start.read(8), "little")
+    if length > _MOST_HEADER:
+        raise ValueError("its header is too long")
+    wait(8 + length)
     try:
         with safe_open(path, "pt") as checked:  # header, offsets, sizes and the file's length
             metadata = checked.metadata() or {}
@@ -131,10 +145,10 @@ def read_exchange(
         if most is not None and len(declared) > most:
             raise ValueError(f"it holds {len(declared)} messages, at most {most} were expected")
         file = path.open("rb")
-        length = int.from_bytes(file.read(8), "little")
+        file.seek(8)
         header = json.loads(file.read(length))
         messages = _by_message(header, len(declared))
-        reader = _Reader(file, 8 + length, header, store, device, most_beside)
+        reader = _Reader(file, 8 + length, header, store, device, most_beside, wait)
         exchange: Exchange[M] = Exchange(store, batches)
         for index, (plain, names) in enumerate(zip(declared, messages, strict=True)):
             known, batch = _known(kind, metadata.get("kind")), exchange.batch(index)
@@ -175,9 +189,10 @@ class _Reader:
         store: Store,
         device: torch.device,
         most_beside: int | None,
+        wait: Wait,
     ):
         self.file, self.data, self.header, self.store = file, data, header, store
-        self.device, self.most_beside = device, most_beside
+        self.device, self.most_beside, self.wait = device, most_beside, wait
 
     def tensor(self, name: str) -> Tensor | Mapped:
         entry = self.header[name]
@@ -185,7 +200,7 @@ class _Reader:
         dtype = _NAMED[entry["dtype"]]
         if start == end:
             return torch.empty(entry["shape"], dtype=dtype)
-        return Mapped(self.file, self.data + start, end - start, torch.Size(entry["shape"]), dtype)
+        return Mapped(self.file, self.data + start, end - start, torch.Size(entry["shape"]), dtype, self.wait)
 
     def here(self, name: str) -> Tensor:
         values = self.tensor(name)

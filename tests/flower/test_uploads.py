@@ -11,7 +11,7 @@ import torch
 from hf_coefsfl.flower.checks import Declared, UploadCheck, check_observed
 from hf_coefsfl.flower.link import FlowerLink
 from hf_coefsfl.flower.transport import Deadline, Unanswered
-from hf_coefsfl.flower.wire import Incoming, Manifest, TransferError
+from hf_coefsfl.flower.wire import Manifest, TransferError
 from hf_coefsfl.methods.reuse import _observe
 from hf_coefsfl.protocol.context import Observations
 from hf_coefsfl.protocol.messages import Parameters, SmashedData
@@ -74,12 +74,10 @@ def test_checks_end_with_the_deadline(tmp_path: Path) -> None:
     over, sent = Deadline(0.0), Exchange.of([upload()], Store())
     file = tmp_path / "file"
     file.write_bytes(b"x")
-    manifest = Manifest.of(file)
     checks: list[Callable[[Any], object]] = [
         lambda left: CHECK.exchange(sent, 1, 2, left),
         lambda left: Declared().check(sent, [0], left),
         lambda left: Manifest.of(file, left),
-        lambda left: Incoming(file, manifest).check(left),
     ]
     for check in checks:
         check(Deadline(1000.0).left)
