@@ -229,14 +229,17 @@ class LocalGrid(Grid):
 
     def _answer(self, number: str, message: Message) -> None:
         node = message.metadata.dst_node_id
-        kind, content = message.metadata.message_type, message.content
-        answer = client_process().submit(_handle, kind, content, self.contexts[node]).result()
+        answer = self.ask(node, message.metadata.message_type, message.content)
         reply = Message(answer, reply_to=message)
         reply.metadata.__dict__["_src_node_id"] = node
         self.received.append(copy.copy(reply))
         found = reply if self.fault is None else self.fault(node, message, reply)
         if found is not None:
             self.replies[number] = found if isinstance(found, list) else [found]
+
+    def ask(self, node: int, kind: str, content: RecordDict) -> Any:
+        """Return what the ClientApp of a node answers."""
+        return client_process().submit(_handle, kind, content, self.contexts[node]).result()
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         replies = [reply for number in message_ids for reply in self.replies.pop(number, [])]
