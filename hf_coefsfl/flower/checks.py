@@ -24,6 +24,7 @@ _LARGEST_REPORT = 1e15  # beyond which a mean of what clients report may overflo
 OBSERVED = ("activations", "weights", "displacement_norm", "correction_ratio", "loss_change", "client_loss")
 _ALWAYS = ("attention_mask", "padding", "position_ids")  # that may cross, whether the example has them or not
 _TOKEN_LABELS = (*LANGUAGE_MODELS, "ForTokenClassification")
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,8 @@ class UploadCheck:
         self.form(sent, count, samples, go_on)
         for batch, packed in enumerate(sent.packed):
             go_on()
-            self.finite(batch, packed)
+            # The device is busy with another client's turn.
+            self.finite(batch, ((name, part.on(_CPU).unpack()) for name, part in packed.tensors.items()))
 
     def form(
         self, sent: Exchange[SmashedData], count: int, samples: int, go_on: Callable[[], object] = lambda: None
@@ -191,11 +193,10 @@ class UploadCheck:
         if samples < 0:
             raise TransferError(f"{-samples} samples more came than the client has")
 
-    def finite(self, batch: int, packed: Packed[SmashedData]) -> None:
-        """Refuse a batch with NaN or infinity."""
-        for name, part in packed.tensors.items():
-            # A finite value times a finite scale may overflow. The device is busy with another client's turn.
-            if not bool(part.on(torch.device("cpu")).unpack().isfinite().all()):
+    def finite(self, batch: int, unpacked: Iterable[tuple[str, Tensor]]) -> None:
+        """Refuse the tensors of a batch if they hold NaN or infinity: a finite value times a finite scale may."""
+        for name, t in unpacked:
+            if not bool(t.isfinite().all()):
                 raise TransferError(f"the {name} of batch {batch} hold NaN or infinity")
 
 

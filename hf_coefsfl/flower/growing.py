@@ -69,8 +69,8 @@ class Growing:
         return self._whole
 
     def has(self, end: int) -> bool:
-        """Whether so many bytes are there, or all if there are fewer."""
-        return self._there >= min(end, self.size)
+        """Whether so many bytes are there, or all if there are fewer, and nothing went wrong."""
+        return self._error is None and self._there >= min(end, self.size)
 
     def wait(self, end: int) -> None:
         """Return when so many bytes are there, which nobody has compared with the checksum; raise what went wrong."""

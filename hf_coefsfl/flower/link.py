@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, overload
 
@@ -20,7 +20,7 @@ from ..protocol.clock import synchronize
 from ..protocol.context import RoundContext
 from ..protocol.link import ClientLink
 from ..protocol.messages import ClientResult, Message, Parameters, SmashedData
-from ..protocol.packing import Exchange, Packed, Places
+from ..protocol.packing import Exchange, Places
 from ..protocol.padding import kept_positions
 from ..protocol.wire import read_exchange, read_message, write_exchange, write_message
 from .checks import OBSERVED, Declared, UploadCheck, check_observed, check_tensors
@@ -98,8 +98,8 @@ class Turn:
 class _Upload(Exchange[SmashedData]):
     """An upload, of which later batches may still be on their way.
 
-    Whoever reads the next batch of it shares the server half with others first. The values of a batch are checked
-    before they are read for the first time, unless all were checked before.
+    Whoever reads the next batch of it shares the server half with others first, and does not hold it while the batch
+    is not there. The values of a batch are checked when it is first read, unless all were checked before.
     """
 
     def __init__(self, sent: Exchange[SmashedData], link: FlowerLink, payload: Growing, is_checked: bool):
@@ -116,11 +116,13 @@ class _Upload(Exchange[SmashedData]):
         if isinstance(index, slice):
             return _Upload(super().__getitem__(index), self._link, self._payload, not self._unchecked)
         index = range(len(self))[index]
+        packed = self.packed[index]
+        self._link.let_others_compute(until=packed.end, of=self._payload)
+        message = super().__getitem__(index)
         if index in self._unchecked:
-            self._link.check_values(index, self.packed[index], self._payload)
+            self._link.check.finite(index, ((name, getattr(message, name)) for name in packed.tensors))
             self._unchecked.remove(index)
-        self._link.share()
-        return super().__getitem__(index)
+        return message
 
 
 class FlowerLink(ClientLink):
@@ -198,38 +200,28 @@ class FlowerLink(ClientLink):
                 self.channel.deadline.left()
                 return self.context.store.places(kept_positions(self.check.sound(message), self.check.loss_spec))
 
-            store, device = self.context.store, self.context.device
+            store, device, most_beside = self.context.store, self.context.device, self.check.most_beside()
             try:
                 sent: Exchange[SmashedData] = read_exchange(
-                    payload.path,
-                    SmashedData,
-                    store,
-                    kept,
-                    device,
-                    batches,
-                    self.check.most_beside(),
-                    asked,
-                    payload.wait,
+                    payload.path, SmashedData, store, kept, device, batches, most_beside, asked, payload.wait
                 )
             finally:
                 payload.path.unlink(missing_ok=True)  # an open file stays
             assert self._num_batches is not None  # a step tells it
             count = self._num_batches if asked is None else len(asked)
             is_whole = payload.is_whole
-            check = self.check.exchange if is_whole else self.check.form
+            check = self.check.exchange if is_whole else self.check.form  # the values then as they come
             check(sent, count, samples, self.channel.deadline.left)
         return _Upload(sent, self, payload, is_whole)
 
-    def check_values(self, batch: int, packed: Packed[SmashedData], payload: Growing) -> None:
-        """Refuse a batch with NaN or infinity; others compute while it is still on its way."""
+    def let_others_compute(self, until: int, of: Growing) -> None:
+        """Between two batches: share the server half with others, who have it until so many bytes are there."""
         client, deadline = self.context.client, self.channel.deadline
-        with nullcontext() if payload.has(packed.end) else self.turn.given_up(client, deadline):
-            payload.wait(packed.end)
-            self.check.finite(batch, packed)
-
-    def share(self) -> None:
-        """Between two batches: let others compute, if they have waited for long."""
-        self.turn.share(self.context.client, self.channel.deadline)
+        if of.has(until):
+            self.turn.share(client, deadline)
+        else:
+            with self.turn.given_up(client, deadline):
+                of.wait(until)
 
     def deliver(self, messages: Exchange[Message] | None, batches: Sequence[int] | None) -> None:
         """Send down what there is, with the next message to the client; that of the whole round goes at once."""

@@ -87,6 +87,8 @@ def attack(target: Target, rng: random.Random) -> str:
         raise
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        link.channel.deadline.cancelled.set()  # as at the end of a failed round: nobody asks for more chunks
     return judged(target, *finished(target, link))
 
 
