@@ -62,10 +62,13 @@ def attack(target: Target, rng: random.Random) -> str:
             forged = rng.choice(MUTATIONS)(rng, forged)
     whole = rng.random() < 0.2  # the script of the round as well, on what is accepted
 
+    part = rng.choice([None, None, 1000])  # bytes of the payload in a message
+
     def answer(kind: str, header: dict[str, Any], chunk: bytes | None) -> tuple[dict[str, Any], bytes]:
-        if kind != "train.step":  # the server asks for more of a payload
+        if kind != "train.step" and part is None:  # the server asks for more of a payload
             return {}, rng.choice([b"", b"x", rng.randbytes(2**16)])
-        return forged if not whole or header["sequence"] == step else target.answers[0][header["sequence"]]
+        told, data = forged if not whole or header["sequence"] == step else target.answers[0][header["sequence"]]
+        return told if kind == "train.step" else {}, data[header.get("offset", 0) :][:part]
 
     target.grid.answer = answer
     spoilt = rng.random() < 0.08
