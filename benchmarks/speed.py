@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -169,14 +170,20 @@ class Bare:
         self.head = nn.Linear(self.model.config.hidden_size, LABELS)  # of AccSFL
 
     def round(self, method: str) -> Callable[[], None]:
-        """One round of a method, which starts with fresh optimizers."""
+        """One round of a method: fresh optimizers, whose states go with the gradients at its end, as ours do.
+
+        Left behind, they would lie scattered over what our round finds free, and have it fetch more memory.
+        """
 
         def run() -> None:
+            trained = self.lower, self.upper, list(self.head.parameters())
             self.below_step, self.above_step, self.head_step = (
-                torch.optim.AdamW(weights, LEARNING_RATE, weight_decay=0.0, fused=True)
-                for weights in (self.lower, self.upper, self.head.parameters())
+                torch.optim.AdamW(weights, LEARNING_RATE, weight_decay=0.0, fused=True) for weights in trained
             )
             getattr(self, "alignment" if method == ALIGNMENT else method)()
+            del self.below_step, self.above_step, self.head_step
+            for parameter in chain(*trained):
+                parameter.grad = None
 
         return run
 
@@ -263,6 +270,8 @@ class Bare:
 
     def coef_p(self) -> None:
         self._reuse(self.train_above)  # the server's second pass is the one of all methods that reuse a gradient
+
+    coef_w = coef_p
 
     def gas(self) -> None:
         self._reuse(self.input_gradient, generated=LABELS // BATCHES)  # one of each class, see `padded_class`
@@ -422,13 +431,13 @@ def measure_training(name: str, budget: float) -> dict[str, Any]:
 
     def make() -> tuple[Any, Any]:
         model = make_model(name).train()
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], LEARNING_RATE, fused=True)
 
-        def fine_tune() -> None:
+        def fine_tune() -> None:  # leaves nothing behind, see `Bare.round`
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], LEARNING_RATE, fused=True)
             for start in range(0, len(rows), size):
-                optimizer.zero_grad()
                 model(**collate(rows[start : start + size])).loss.backward()
                 optimizer.step()
+                optimizer.zero_grad()
 
         return round_of(make_trainer(name, "vanilla", LONG_ROUND), "vanilla"), fine_tune
 
