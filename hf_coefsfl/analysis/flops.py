@@ -216,9 +216,8 @@ class CountedLink(LocalLink):
     def optimizer_bytes(self) -> int:
         """Bytes of the gradients and of the optimizer's state on the client."""
         optimizer = self.client.optimizer
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         state = [t for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor)]
-        return sum(map(nbytes, (*gradients, *state)))
+        return sum(map(nbytes, (*optimizer.state, *state)))  # a gradient is as large as its weight
 
 
 class RoundFlops:

@@ -14,9 +14,10 @@ from ..protocol.tensors import weighted_mean
 _BLOCK = 2**24  # entries of all clients together that a robust rule looks at in one go: 64 MiB
 
 
+@torch.no_grad()
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Return the tensors as one float32 vector."""
-    return torch.cat([t.detach().reshape(-1).float() for t in tensors])
+    return torch.cat([t.reshape(-1) for t in tensors]).float()
 
 
 @torch.no_grad()

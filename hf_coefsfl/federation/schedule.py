@@ -72,7 +72,9 @@ def local_optimizer(
 def set_mode(half: nn.Module, args: SplitFedConfig) -> None:
     """Put a half in training mode, with batch statistics frozen and dropout as the config says."""
     training = args.dropout == "synced"
-    modules = list(half.modules())
+    modules = [half]
+    for module in modules:  # which grows meanwhile; `half.modules()` calls a dozen functions for each of them
+        modules += [m for m in module._modules.values() if m is not None]
     frozen = {m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm)}  # statistics are not averaged
     if any(m.training is not (training and m not in frozen) for m in modules):  # not after a mere round
         half.train(training)

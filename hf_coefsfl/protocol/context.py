@@ -110,21 +110,29 @@ class Side:
         self.observed = Observations()
         self.kept: dict[str, Tensor] = {}  # what the method keeps of this round, for its `merge`
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Note whether the weights came out finite."""
         # In one sum, which NaN and infinity survive: a sum of each weight would be a launch of each.
-        self.observed.add("weights", torch.cat([p.detach().flatten() for p in _parameters(self.optimizer)]).sum())
+        self.observed.add("weights", torch.cat([p.reshape(-1) for p in _parameters(self.optimizer)]).sum())
 
     def backward(self, carrier: Tensor, retain_graph: bool = False) -> None:
         """Backpropagate `carrier` into the trained weights."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         carrier.backward(retain_graph=retain_graph)
 
     def step(self) -> None:
-        """Take one optimizer step."""
+        """Take one optimizer step, which uses up the gradients."""
         if self.context.max_grad_norm > 0:
             nn.utils.clip_grad_norm_(_parameters(self.optimizer), self.context.max_grad_norm)
         self.optimizer.step()
+        # Now: small as they are, they lie between what the pass has freed, and the next one needs that in one piece.
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:

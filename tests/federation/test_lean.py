@@ -1,4 +1,4 @@
-"""What the package itself does for a batch: how often generators are set, and calls of its own functions."""
+"""What the package itself does for a batch and a client: seeding, calls of functions, gradients that are in the way."""
 
 import os
 import sys
@@ -22,6 +22,8 @@ BATCH_SIZE, RATE = 4, 1e-3
 PACKAGE = os.path.dirname(hf_coefsfl.__file__)
 # Calls of functions of the package for one batch more: what was counted, and a twentieth.
 OWN_CALLS = {"vanilla vit": 285, "coef_j vit": 444, "vanilla bert": 321, "coef_j bert": 506}
+# Of all Python functions: 1,543 were counted, and 4,872 when modules were listed by `modules()`.
+CALLS_OF_A_CLIENT = 2000
 
 
 def simulation(folder: Path, method: str, kind: str, batches: int) -> Any:
@@ -67,12 +69,12 @@ def test_a_block_that_is_checkpointed_from_outside_begins_with_the_generators_pu
     assert torch.rand(()) == (second if isinstance(last, GradientCheckpointingLayer) else first)
 
 
-def own_calls(folder: Path, method: str, kind: str, batches: int) -> Counter[str]:
-    """Return how often each function of the package was called in a round."""
+def calls_of(folder: Path, method: str, kind: str, batches: int, within: str = PACKAGE) -> Counter[str]:
+    """Return how often each Python function of a folder was called in a round, by default of the package."""
     rounds, calls = simulation(folder / str(batches), method, kind, batches), Counter[str]()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+        if event == "call" and frame.f_code.co_filename.startswith(within):
             calls[f"{frame.f_code.co_filename.removeprefix(PACKAGE)} {frame.f_code.co_name}"] += 1
 
     before = sys.getprofile()
@@ -86,6 +88,31 @@ def own_calls(folder: Path, method: str, kind: str, batches: int) -> Counter[str
 
 @pytest.mark.parametrize("name", OWN_CALLS)
 def test_a_batch_takes_few_calls_of_our_functions(tmp_path: Path, name: str) -> None:
-    few, more = (own_calls(tmp_path, *name.split(), batches) for batches in (2, 3))
+    few, more = (calls_of(tmp_path, *name.split(), batches) for batches in (2, 3))
     added = more - few
     assert sum(added.values()) <= OWN_CALLS[name], added.most_common(20)
+
+
+def test_a_client_takes_few_calls_beside_its_batches(tmp_path: Path) -> None:
+    few, more = (calls_of(tmp_path, "vanilla", "vit", batches, within="") for batches in (2, 3))
+    beside = few.total() - 2 * (more - few).total()
+    assert beside <= CALLS_OF_A_CLIENT, few.most_common(20)
+
+
+@pytest.mark.parametrize("method", ["vanilla", "coef_d", "coef_w", "acc_sfl", "celu_vfl"])
+def test_no_pass_begins_beside_the_gradients_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """They are small, but what a pass frees around them is then not in one piece for the next."""
+    rounds = simulation(tmp_path, method, "vit", batches=3)
+    halves: tuple[nn.Module, ...] = (rounds.split.client, rounds.split.server)
+    seen: list[bool] = []
+    for half in halves:
+
+        def noted(*args: Any, own: Any = half.forward, **kwargs: Any) -> Any:
+            seen.append(any(p.grad is not None for half in halves for p in half.parameters()))
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(half, "forward", noted)
+    rounds.run_round(1, RATE)
+    assert len(seen) >= 6 and not any(seen)
