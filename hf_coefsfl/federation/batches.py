@@ -49,7 +49,7 @@ class ClientData:
         made = self._made(round_index, clients)
         for number, client in enumerate(clients, start=1):
             try:
-                batches = self._pinned(_own(next(made)) for _ in range(self._count(client)))
+                batches = self.pinned(_own(next(made)) for _ in range(self._count(client)))
             except Exception as error:  # a worker died: this client fails, the others get new workers
                 self.close()
                 # Nothing may hold the old workers, nor a traceback: PyTorch raises in this thread, at any moment, as
@@ -65,7 +65,7 @@ class ClientData:
             return map(self.collated.__getitem__, places)
         return iter(self._workers(places))
 
-    def _pinned(self, batches: Iterable[Any]) -> list[Any]:
+    def pinned(self, batches: Iterable[Any]) -> list[Any]:
         """Return the batches of a client, those that fit pinned if they go to an accelerator."""
         ready: list[Any] = []
         left = MOST_INPUTS if self._pins else 0

@@ -57,12 +57,17 @@ class ClientReport:
 
     @classmethod
     def of(cls, link: ClientLink, server: ServerSide, seconds: float, num_samples: int) -> ClientReport:
-        """Report on a finished round that took `seconds` on both sides together."""
+        """Report on a finished round that took `seconds` on both sides together.
+
+        Of clients that are stacked it is the report on all of them: their mean losses, and their seconds together.
+        """
         client, seen = on_host(link.observed, server.observed)
-        server_loss = seen.mean("loss")
+        clients = server.context.num_stacked  # whose losses were added up
+        server_loss = seen.mean("loss") / clients
         # The loss whose gradient the client followed: its own (an auxiliary network's), or that of the feedback
         # if it was taken, plus the predicted change.
-        followed = seen.mean("feedback_loss", default=server_loss) + client.mean("loss_change")
+        followed = seen.mean("feedback_loss", default=seen.mean("loss")) + client.mean("loss_change")
+        followed /= clients
         client_loss = client.mean("client_loss", default=followed)
         return cls(
             num_samples=num_samples,

@@ -43,13 +43,25 @@ class OptimizerState:
         """The state, in the order of the parameters."""
         return list(self.named.values())
 
-    def load_into(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have an optimizer of the same parameters begin with a copy of this state."""
-        values = iter(self.tensors)
-        for parameter, keys in zip(self.parameters, self._keys, strict=True):
-            optimizer.state[parameter] = {key: next(values).clone() for key in keys}
+    def load_into(self, optimizer: torch.optim.Optimizer, stacks: Sequence[Tensor] | None = None) -> None:
+        """Have an optimizer of the same parameters begin with a copy of this state.
 
-    def of(self, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
-        """Return the tensors of an optimizer that began with this state."""
-        pairs = zip(self.parameters, self._keys, strict=True)
-        return [optimizer.state[parameter][key] for parameter, keys in pairs for key in keys]
+        If it trains several clients at once, `stacks` are its parameters, (clients, *shape): each client has a copy.
+        """
+        values = iter(self.tensors)
+        for parameter, stack, keys in zip(self.parameters, stacks or self.parameters, self._keys, strict=True):
+            state = {key: next(values) for key in keys}
+            optimizer.state[stack] = {
+                key: value.expand_as(stack).clone() if value.shape == parameter.shape else value.clone()
+                for key, value in state.items()
+            }
+
+    def of(
+        self, optimizer: torch.optim.Optimizer, stacks: Sequence[Tensor] | None = None, client: int = 0
+    ) -> Sequence[Tensor]:
+        """Return the tensors of an optimizer that began with this state; of one client, if several are stacked."""
+        found = []
+        for parameter, stack, keys in zip(self.parameters, stacks or self.parameters, self._keys, strict=True):
+            for value in map(optimizer.state[stack].__getitem__, keys):
+                found.append(value if value.shape == parameter.shape or not value.dim() else value[client])
+        return found

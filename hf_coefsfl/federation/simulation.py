@@ -29,6 +29,8 @@ from .ledger import DROPPED, ClientReport, gather_reports
 from .sampling import assign_clients, is_dropped, sample_clients
 from .schedule import set_mode
 from .server import ServerRounds
+from .stacked import Stacked, Stacking, groups_of
+from .stacked_link import StackedLink
 
 
 class Observer(Protocol):
@@ -61,6 +63,11 @@ class Simulation(ServerRounds):
         self.federation = federation
         self.observers = observers
         self.data = ClientData(federation, collate, check, args)
+        self.stacking: Stacking | None = None
+        if args.stacked_clients > 1:
+            self.stacking = Stacking(
+                split, self.client_parameters | self.server_parameters, check.loss_spec, args, self.ignored_padding[1]
+            )
 
     def set_up_method(self) -> None:
         """Give method, server's optimizer and clients the state that training starts with."""
@@ -99,11 +106,10 @@ class Simulation(ServerRounds):
         for half in (self.split.client, self.split.server):
             set_mode(half, self.args)
         with preserved_random_state(self.args.device):
-            present = [client for client in mine if not self._is_dropped(round_index, client)]
-            fetched = self.data.round(round_index, present)
-            for client in tqdm(mine, desc=f"round {round_index + 1}: clients", leave=False, disable=not progress):
-                unflatten_(parameters, start)
-                reports[client], kept = self._run_client(round_index, client, fetched, learning_rate)
+            running = self._run_clients(round_index, mine, learning_rate, start)
+            shown: dict[str, Any] = {"desc": f"round {round_index + 1}: clients", "total": len(mine), "leave": False}
+            for client, report, kept in tqdm(running, **shown, disable=not progress):
+                reports[client] = report
                 if coded is not None and reports[client].failure is None:
                     reports[client], residuals[client] = self._returned(coded, client, reports[client])
                 beside = [to_device(reports[client].kept.get(name, p), p.device) for name, p in federated.items()]
@@ -152,6 +158,79 @@ class Simulation(ServerRounds):
 
     def _is_dropped(self, round_index: int, client: int) -> bool:
         return is_dropped(self.args.seed, round_index, client, self.args.client_dropout_rate)
+
+    def _run_clients(
+        self, round_index: int, clients: Sequence[int], learning_rate: float, start: torch.Tensor
+    ) -> Iterator[tuple[int, ClientReport, Sequence[torch.Tensor]]]:
+        """Train clients from the weights `start`, some of them at once if they are stacked.
+
+        Yield each with its report and its server's optimizer state, while the model has the weights that it came to.
+        """
+        parameters = self.averaged(round_index)
+
+        def alone(client: int, fetched: Iterator[list[Any]]) -> tuple[int, ClientReport, Sequence[torch.Tensor]]:
+            unflatten_(parameters, start)
+            return client, *self._run_client(round_index, client, fetched, learning_rate)
+
+        lost = [client for client in clients if self._is_dropped(round_index, client)]
+        present = [client for client in clients if client not in lost]
+        groups = groups_of(present, self.federation.sizes, self.args.stacked_clients)
+        fetched = self.data.round(round_index, [client for group in groups for client in group])
+        for client in lost:
+            yield alone(client, fetched)
+        for group in groups:
+            if self.stacking is None or len(group) == 1:
+                yield from (alone(client, fetched) for client in group)
+                continue
+            for batches in self.stacking.alike({client: next(fetched) for client in group}):
+                unflatten_(parameters, start)
+                stacked = self._train_stacked(self.stacking, round_index, batches, learning_rate)
+                if stacked is None:
+                    yield from (alone(client, iter([own])) for client, own in batches.items())
+                    continue
+                for place, (client, report) in enumerate(stacked.reports.items()):
+                    self.stacking.give_back(stacked.weights, place)
+                    yield client, report, stacked.kept[place]
+
+    def _train_stacked(
+        self, stacking: Stacking, round_index: int, batches: Mapping[int, Batches], learning_rate: float
+    ) -> Stacked | None:
+        """Run the round's method with clients at once; None: they are to train alone, as one may have failed."""
+        clients = tuple(batches)
+        if len(clients) == 1:
+            return None
+        method, weights = self.methods.of_round(round_index), stacking.stacks(len(clients))
+        context = replace(self.round_context(round_index, clients[0]), stacked=clients)
+        loss_spec = replace(self.loss_spec, clients=len(clients))
+        ours, theirs = (
+            self.local_optimizer({name: weights[name] for name in side}, learning_rate)
+            for side in (self.client_parameters, self.server_parameters)
+        )
+        on_server = [weights[name] for name in self.server_parameters]
+        if self.optimizer_state is not None:
+            self.optimizer_state.load_into(theirs, on_server)
+        try:
+            alone = list(batches.values())
+            together = self.data.pinned(stacking.stacked(alone))
+            client_side = ClientSide(self.split.client, together, ours, context, loss_spec)
+            link = StackedLink(method, client_side, alone, self.client_parameters, stacking.shared)
+            server_side = ServerSide(self.split.server, theirs, context, loss_spec)
+            start = time.perf_counter()
+            with stacking.applied(weights):
+                method.round(link, server_side)
+            server_side.finish()
+            link.finish()
+            seconds = time.perf_counter() - start
+        except Exception as error:
+            if self.args.on_client_failure == "raise" or is_device_error(error):
+                raise
+            return None
+        report = ClientReport.of(link, server_side, seconds, 0)
+        if report.failure is not None:
+            return None
+        state = self.optimizer_state
+        kept = [[] if state is None else state.of(theirs, on_server, place) for place in range(len(clients))]
+        return Stacked(weights, link.reports(report, self.federation.sizes), kept)
 
     def _run_client(
         self, round_index: int, client: int, fetched: Iterator[list[Any]], learning_rate: float

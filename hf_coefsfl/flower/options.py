@@ -19,6 +19,7 @@ _DEFAULTS = {"on_client_failure": "skip", "resume_from_checkpoint": "last", "sav
 _REFUSED = {
     "staleness_probe": "it needs both sides in one process; use a simulation",
     "count_flops": "it needs both sides in one process; use a simulation",
+    "stacked_clients": "each client trains on a machine of its own",
     "client_dropout_rate": "real clients drop out by themselves",
     "torch_compile": "a client's process lives for one message only",
 }
@@ -125,7 +126,7 @@ def read_run_config(given: Mapping[str, Any]) -> RunOptions:
     values = {name: value for name, value in options.items() if name not in ours}
     arguments, config = parse_values(task, values, "run config")
     for name, why in _REFUSED.items():
-        if getattr(config, name):
+        if getattr(config, name) and getattr(config, name) != getattr(SplitFedConfig, name):
             raise ValueError(f"{name}={getattr(config, name)!r} cannot be deployed: {why}.")
     if not config.make_method().deployable:
         raise ValueError(

@@ -50,12 +50,14 @@ class Method:
     deployable: ClassVar[bool] = True  # False if a client needs more of the model than its own half
     differentiates_twice: ClassVar[bool] = False  # the server's passes; compiled blocks can be differentiated once
     trains_block_copies: ClassVar[bool] = False  # of the model, whose weights must then be numbers, not quantised
+    stackable: ClassVar[bool] = False  # whether its rule works on several clients' samples below each other in a batch
     upload_tensors: ClassVar[int] = 1  # of the size of the activations, in the upload of a batch
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Register the method under its name."""
         super().__init_subclass__(**kwargs)
-        for own in ("table_position", "is_reference"):  # which a subclass does not inherit from another method
+        # Which a subclass does not inherit from another method.
+        for own in ("table_position", "is_reference", "stackable"):
             if own not in cls.__dict__:
                 setattr(cls, own, getattr(Method, own))
         if "name" in cls.__dict__:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from ..protocol.client_side import ClientSide
 from ..protocol.loss import OutputBlock
 from ..protocol.messages import Feedback
 from .base import option
@@ -26,6 +27,7 @@ class CoeFD(GradientReuse):
     name: ClassVar[str] = "coef_d"
     title: ClassVar[str] = "CoeF-D"
     table_position: ClassVar[int] = 8
+    stackable: ClassVar[bool] = True
 
     compensation_factor: float | None = option(None, "λ, strength of the correction; None: 3000 b/32 for b samples")
 
@@ -48,7 +50,13 @@ class CoeFD(GradientReuse):
             return None
         return f"{self.title}: λ = 3000 b/32 = {paper_factor(batch_size):g} for batches of b = {batch_size}."
 
+    def entering(self, client: ClientSide, batch: int, feedback: Feedback, displacement: Tensor) -> Tensor:
+        """Return g̃. Clients that are stacked have a batch each, whose size λ follows."""
+        return self._corrected(feedback.gradient, displacement, len(feedback.gradient) // client.context.num_stacked)
+
     def compensate(self, feedback: Feedback, displacement: Tensor, outputs: Sequence[OutputBlock]) -> Tensor:
         """Return g₀ + λ diag(g₀ ⊙ g₀) δ."""
-        g, delta = feedback.gradient, displacement
-        return g + self.probed_factor(len(g)) * g * g * delta
+        return self._corrected(feedback.gradient, displacement, len(feedback.gradient))
+
+    def _corrected(self, g: Tensor, delta: Tensor, batch_size: int) -> Tensor:
+        return g + self.probed_factor(batch_size) * g * g * delta

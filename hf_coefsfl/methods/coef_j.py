@@ -34,6 +34,7 @@ class CoeFJ(GradientReuse):
     name: ClassVar[str] = "coef_j"
     title: ClassVar[str] = "CoeF-J"
     table_position: ClassVar[int] = 9
+    stackable: ClassVar[bool] = True
 
     num_projections: int = option(1, "R, random projections per sample")
     curvature_bound: float | None = option(None, "M, a constant bound on the curvature; None: one per sample")
@@ -58,29 +59,25 @@ class CoeFJ(GradientReuse):
         """Return g₀, the projections u (b, blocks, R, *s) and the start curvature m (b, blocks)."""
         leaf = on_graph(smashed)
         output = server.forward(leaf, batch)
-        generator = server.context.generator("method", batch)
+        generators = server.context.generators("method", batch)
         projections, curvatures = [], []
         for block in server.loss_spec.output_blocks(smashed.labels, smashed.activations.shape[1]):
             logits = output[block.name]
             rows = [
                 torch.autograd.grad(logits, leaf.activations, v, retain_graph=True)[0]
-                for v in self._directions(logits, block.mask, generator)
+                for v in self._directions(logits, block.mask, generators)
             ]
             projections.append(torch.stack(rows, dim=1))
             curvatures.append(block.curvature(logits))
         gradient = server.feedback_gradient(output.loss, leaf)
         return Feedback(gradient, torch.stack(projections, dim=1), torch.stack(curvatures, dim=1))
 
-    def _directions(self, logits: Tensor, mask: Tensor, generator: torch.Generator) -> list[Tensor]:
+    def _directions(self, logits: Tensor, mask: Tensor, generators: Sequence[torch.Generator]) -> list[Tensor]:
         """Return the vᵣ, zero at outputs that do not enter the loss; elsewhere the mean of vᵣ vᵣᵀ is I."""
         mask = over(mask, logits)
         if not self.exact:
-            shape, device = logits.shape, logits.device
-            signs = (
-                torch.randint(2, shape, generator=generator, device=device).to(logits.dtype).mul_(2).sub_(1)
-                for _ in range(self.num_projections)
-            )
-            return [v * mask for v in signs]
+            bits = (_bits(logits, generators) for _ in range(self.num_projections))
+            return [v.to(logits.dtype).mul_(2).sub_(1) * mask for v in bits]
         outputs = logits[0].numel()
         if outputs > MAX_EXACT:
             raise ValueError(
@@ -105,6 +102,13 @@ class CoeFJ(GradientReuse):
             correction = torch.einsum("b,br,brd->bd", block.weight * c, a / a.shape[1], u)
             compensated = compensated + correction.view_as(displacement).to(compensated.dtype)
         return compensated
+
+
+def _bits(logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    """Return random zeros and ones in the shape of the logits; each client draws those of its own samples."""
+    shape, device = (len(logits) // len(generators), *logits.shape[1:]), logits.device
+    drawn = [torch.randint(2, shape, generator=generator, device=device) for generator in generators]
+    return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
 
 def sample_bound(change: Tensor, curvature: Tensor, block: OutputBlock) -> Tensor:

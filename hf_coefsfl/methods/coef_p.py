@@ -14,6 +14,7 @@ from ..protocol.loss import OutputBlock
 from ..protocol.messages import Feedback, SmashedData
 from ..protocol.padding import without_padding
 from ..protocol.server_side import ServerSide, on_graph
+from ..protocol.tensors import over
 from .base import option
 from .reuse import FEEDBACK_AT, GradientReuse
 
@@ -33,25 +34,37 @@ class CoeFP(GradientReuse):
     name: ClassVar[str] = "coef_p"
     title: ClassVar[str] = "CoeF-P"
     table_position: ClassVar[int] = 11
+    stackable: ClassVar[bool] = True
 
     feedback_at: str = option("walk", "server weights that the gradients are taken at", choices=FEEDBACK_AT)
     server_passes: int = option(2, "passes of the server over the smashed data in a local epoch")
 
     def feedback(self, server: ServerSide, smashed: SmashedData, batch: int) -> Feedback:
-        """Return g₀ and the loss of the batch (1,)."""
+        """Return g₀ and the loss of the batch (1,), of each client if they are stacked."""
         leaf = on_graph(smashed)
-        loss = server.forward(leaf, batch).loss
-        return Feedback(server.feedback_gradient(loss, leaf), scalars=loss.detach().float().reshape(1))
+        output = server.forward(leaf, batch)
+        scalars = server.losses(output, smashed)
+        return Feedback(server.feedback_gradient(output.loss, leaf), scalars=scalars)
 
     def entering(self, client: ClientSide, batch: int, feedback: Feedback, displacement: Tensor) -> Tensor:
         """Return g̃. Padding moves freely, also if it is sent: no loss depends on it."""
-        return self.compensate(feedback, without_padding(displacement, client.unpadded(batch)), ())
+        displacement = without_padding(displacement, client.unpadded(batch))
+        clients = client.context.num_stacked
+        if clients == 1:
+            return self.compensate(feedback, displacement, ())
+        assert feedback.scalars is not None
+        squares = feedback.gradient.float().square().reshape(clients, -1).sum(1)
+        curvature = _curvature(squares, feedback.scalars).repeat_interleave(len(displacement) // clients)
+        return feedback.gradient + over(curvature.to(displacement.dtype), displacement) * displacement
 
     def compensate(self, feedback: Feedback, displacement: Tensor, outputs: Sequence[OutputBlock]) -> Tensor:
         """Return g₀ + κ δ."""
         if feedback.scalars is None or feedback.scalars.numel() != 1:
             raise ValueError("CoeF-P expected the loss of the batch beside its gradient, one number.")
         g, loss = feedback.gradient, feedback.scalars.reshape(())
-        curvature = torch.where(loss > 0, g.float().square().sum() / (2 * loss), 0.0)
-        curvature = curvature.nan_to_num(0.0, posinf=0.0)  # of a loss that is next to nothing
-        return g + curvature.to(g.dtype) * displacement
+        return g + _curvature(g.float().square().sum(), loss).to(g.dtype) * displacement
+
+
+def _curvature(squares: Tensor, loss: Tensor) -> Tensor:
+    """Return κ = ‖g₀‖² / 2L, 0 for a loss that is next to nothing."""
+    return torch.where(loss > 0, squares / (2 * loss), 0.0).nan_to_num(0.0, posinf=0.0)

@@ -23,6 +23,7 @@ class CoeFW(CoeFD):
     name: ClassVar[str] = "coef_w"
     title: ClassVar[str] = "CoeF-W"
     table_position: ClassVar[int] = 10
+    stackable: ClassVar[bool] = True
 
     feedback_at: str = option("walk", "server weights that the gradients are taken at", choices=FEEDBACK_AT)
     server_passes: int = option(2, "passes of the server over the smashed data in a local epoch")

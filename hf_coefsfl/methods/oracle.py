@@ -23,6 +23,7 @@ class Oracle(AnsweringServer):
     title: ClassVar[str] = "Gradient reuse (w/ perfect comp.)"
     table_position: ClassVar[int] = 2
     is_reference: ClassVar[bool] = True
+    stackable: ClassVar[bool] = True
 
     def exchanges_each_batch(self) -> bool:
         """Return True."""

@@ -82,6 +82,7 @@ class GradientReuse(AnsweringServer, ReusedFeedback):
     title: ClassVar[str] = "Gradient reuse (w/o comp.)"
     table_position: ClassVar[int] = 3
     is_reference: ClassVar[bool] = True
+    stackable: ClassVar[bool] = True
 
     server_passes: int = option(1, "passes of the server over the smashed data in a local epoch")
 
@@ -133,8 +134,8 @@ def _observe(client: ClientSide, stale: Tensor, compensated: Tensor, displacemen
     stale, compensated, displacement = stale.float(), compensated.float(), displacement.float()
     correction = compensated - stale
     client.observed.add("displacement_norm", displacement.flatten(1).norm(dim=1).mean())
-    norm = stale.norm()
-    ratio = (correction.norm() / norm).clamp(max=_LARGEST_RATIO)
+    norm = client.context.norm(stale)
+    ratio = (client.context.norm(correction) / norm).clamp(max=_LARGEST_RATIO)
     client.observed.add("correction_ratio", torch.where(norm > 0, ratio, torch.zeros_like(ratio)))
     # F̂(δ) − L(s₀) = ⟨g₀, δ⟩ + ½ ⟨B̂δ, δ⟩: the loss whose gradient the client descends. In place: nobody needs B̂δ now.
     client.observed.add("loss_change", correction.div_(2).add_(stale).mul_(displacement).sum())

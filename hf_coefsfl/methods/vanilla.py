@@ -19,6 +19,7 @@ class VanillaSFL(Method):
     title: ClassVar[str] = "Vanilla SFL"
     table_position: ClassVar[int] = 1
     is_reference: ClassVar[bool] = True
+    stackable: ClassVar[bool] = True
 
     def exchanges_each_batch(self) -> bool:
         """Return True."""

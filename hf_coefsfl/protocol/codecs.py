@@ -48,6 +48,7 @@ class Codec:
     """Values as they were computed. The base of all codecs."""
 
     for_smashed_data = True
+    uses_seed = False
 
     def parts(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Part, Part | None]:
         """Return what a tensor (..., features) becomes: values and scales."""
@@ -124,6 +125,8 @@ class Rotated(Codec):
 
     Stochastic rounding goes to the two levels next to a value, so that it is right in the mean. Its error is larger.
     """
+
+    uses_seed = True
 
     def __init__(self, bits: int, stochastic: bool = False):
         self.bits, self.stochastic = bits, stochastic
@@ -203,6 +206,7 @@ class TopTokens(Codec):
     """
 
     for_smashed_data = False  # a server half would see samples of zeros, where layer norms have no gradient
+    uses_seed = True
     share = 8
     kept = Rotated(4)
 

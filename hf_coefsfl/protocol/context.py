@@ -33,18 +33,32 @@ class RoundContext:
     compiled: bool = False  # whether the blocks are: they take plain tensors only
     noise: float = 0.0  # standard deviation of what the client adds to its smashed data
     noise_secret: bytes | None = None  # of a client, for noise that lasts; None: drawn from the run's seed
+    stacked: tuple[int, ...] = ()  # the clients whose samples lie below each other in a batch; (): `client` alone
 
     def __post_init__(self) -> None:
         """Tell the store where its seeds begin, so that both sides have the same."""
         self.store.location = (self.seed, self.round_index, self.client)
 
-    def derive_seed(self, stream: str, batch: int) -> int:
-        """Return the seed of a random stream at one batch of this round and client."""
-        return derive_seed(self.seed, stream, self.round_index, self.client, batch)
+    @property
+    def num_stacked(self) -> int:
+        """How many clients' samples a batch holds."""
+        return len(self.stacked) or 1
 
-    def generator(self, stream: str, batch: int) -> torch.Generator:
+    def norm(self, t: Tensor) -> Tensor:
+        """Return ‖t‖ of a tensor over the samples of a batch; of clients that are stacked each one's (clients,)."""
+        return t.norm() if not self.stacked else t.reshape(self.num_stacked, -1).norm(dim=1)
+
+    def derive_seed(self, stream: str, batch: int, client: int | None = None) -> int:
+        """Return the seed of a random stream at one batch of this round and client, or another one."""
+        return derive_seed(self.seed, stream, self.round_index, self.client if client is None else client, batch)
+
+    def generator(self, stream: str, batch: int, client: int | None = None) -> torch.Generator:
         """Return a generator of random numbers for one batch, on the device."""
-        return torch.Generator(self.device).manual_seed(self.derive_seed(stream, batch))
+        return torch.Generator(self.device).manual_seed(self.derive_seed(stream, batch, client))
+
+    def generators(self, stream: str, batch: int) -> list[torch.Generator]:
+        """Return the generator of each client that is stacked: it draws what it would draw alone."""
+        return [self.generator(stream, batch, client) for client in self.stacked or (self.client,)]
 
     def with_noise(self, activations: Tensor, batch: int, inputs: Mapping[str, Any]) -> Tensor:
         """Return activations with the noise of a batch, the same in every pass over it, so that s − s₀ has none."""
@@ -124,7 +138,8 @@ class Side:
     def step(self) -> None:
         """Take one optimizer step, which uses up the gradients."""
         if self.context.max_grad_norm > 0:
-            nn.utils.clip_grad_norm_(_parameters(self.optimizer), self.context.max_grad_norm)
+            for parameters in self._by_client():
+                nn.utils.clip_grad_norm_(parameters, self.context.max_grad_norm)
         self.optimizer.step()
         # Now: small as they are, they lie between what the pass has freed, and the next one needs that in one piece.
         self._drop_gradients()
@@ -133,6 +148,19 @@ class Side:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+
+    def _by_client(self) -> list[list[Tensor]]:
+        """Return the trained weights of each client with their gradients; those of stacked clients are views."""
+        weights = list(_parameters(self.optimizer))
+        if not self.context.stacked:
+            return [weights]
+        clients: list[list[Tensor]] = []
+        for client in range(self.context.num_stacked):
+            rows = [(p.detach()[client], p.grad[client]) for p in weights if p.grad is not None]
+            for row, gradient in rows:
+                row.grad = gradient
+            clients.append([row for row, _ in rows])
+        return clients
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:

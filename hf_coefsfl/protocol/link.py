@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -57,8 +57,7 @@ class ClientLink:
         """Ask for the smashed data of some batches, or of the whole round (None)."""
         sent = self.fetch(batches)
         self._places |= {b: sent.places(i) for i, b in enumerate(range(len(sent)) if batches is None else batches)}
-        self.meter.transfers += 1
-        self.meter.count(self.meter.up, sent)
+        self.count("up", sent)
         return sent
 
     def stage(self, messages: Iterable[Message]) -> Sequence[Message]:
@@ -73,9 +72,13 @@ class ClientLink:
         """
         packed = None if messages is None else self._pack(messages, batches)
         if packed is not None:
-            self.meter.transfers += 1
-            self.meter.count(self.meter.down, packed)
+            self.count("down", packed)
         self.deliver(packed, batches)
+
+    def count(self, way: str, sent: Exchange[Any]) -> None:
+        """Meter a transfer, "up" or "down"."""
+        self.meter.transfers += 1
+        self.meter.count(getattr(self.meter, way), sent)
 
     def _pack(self, messages: Iterable[Message], batches: Sequence[int] | None) -> Exchange[Message]:
         numbers = range(self.num_batches) if batches is None else batches

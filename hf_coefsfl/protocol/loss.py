@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 from transformers.utils import find_labels
 
 from .tensors import over
 
-_IGNORED = -100
+IGNORED = -100
 # The losses of transformers, by what a label is of.
 LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM")
 SPANS = "ForQuestionAnswering"
@@ -91,6 +92,7 @@ class LossSpec:
     label_names: tuple[str, ...]
     shifts_labels: bool = False
     problem_type: str | None = None
+    clients: int = 1  # whose samples lie below each other in a batch, each with a mean of its own
 
     @classmethod
     def of(cls, model: Any, label_names: list[str]) -> LossSpec:
@@ -119,6 +121,11 @@ class LossSpec:
         return {name: t for name, t in batch.items() if name not in labels}, labels
 
     @property
+    def is_mean_over_samples(self) -> bool:
+        """Whether each sample weighs the same in the loss of a batch; not if a label of it is left out."""
+        return self.loss_type in ONE_LABEL_A_SAMPLE
+
+    @property
     def labels_are_text(self) -> bool:
         """Whether the labels are tokens of a text, which whoever gets them can read."""
         return self.loss_type in LANGUAGE_MODELS
@@ -144,7 +151,7 @@ class LossSpec:
         target = batch["labels"]
         if self.shifts_labels:
             target = target[:, 1:]
-        return bool((target != _IGNORED).any())
+        return bool((target != IGNORED).any())
 
     def output_blocks(self, labels: dict[str, Tensor], length: int | None = None) -> list[OutputBlock]:
         """Return the outputs that enter the loss for these labels.
@@ -158,28 +165,39 @@ class LossSpec:
         target = labels["labels"]
         if self.loss_type in (*LANGUAGE_MODELS, "ForTokenClassification"):
             if self.shifts_labels:  # position t predicts label t + 1
-                target = torch.nn.functional.pad(target[:, 1:], (0, 1), value=_IGNORED)
-            mask = target != _IGNORED
-            return [OutputBlock("logits", "softmax", mask, _inverse(mask.sum()))]
+                target = torch.nn.functional.pad(target[:, 1:], (0, 1), value=IGNORED)
+            mask = target != IGNORED
+            return [OutputBlock("logits", "softmax", mask, self._weight(mask.sum()))]
         return [self._classification(target)]
 
-    def _classification(self, target: Tensor) -> OutputBlock:
-        kind = self.problem_type
-        if kind is None:  # the rule by which transformers chooses the loss
-            integer = not target.is_floating_point()
-            kind = "regression" if self.num_labels == 1 else "single_label" if integer else "multi_label"
+    def sample_losses(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of each sample (b,), if it has one label: the loss of a batch is their mean."""
+        kind, logits = self._kind(target), logits.detach().float()
         if kind.startswith("single_label"):
-            mask = target.reshape(-1) != _IGNORED
-            return OutputBlock("logits", "softmax", mask, _inverse(mask.sum()))
-        mask = torch.ones(len(target), self.num_labels, dtype=torch.bool, device=target.device)
-        return OutputBlock("logits", "squared_error" if kind == "regression" else "sigmoid", mask, _inverse(mask.sum()))
+            return cross_entropy(logits.reshape(-1, self.num_labels), target.reshape(-1), reduction="none")
+        loss = mse_loss if kind == "regression" else binary_cross_entropy_with_logits
+        return loss(logits.flatten(1), target.reshape(len(target), -1).float(), reduction="none").mean(1)
 
-    @staticmethod
-    def _span(name: str, positions: Tensor, length: int | None) -> OutputBlock:
+    def _kind(self, target: Tensor) -> str:
+        if self.problem_type is not None:
+            return self.problem_type
+        integer = not target.is_floating_point()  # the rule by which transformers chooses the loss
+        return "regression" if self.num_labels == 1 else "single_label" if integer else "multi_label"
+
+    def _classification(self, target: Tensor) -> OutputBlock:
+        kind = self._kind(target)
+        if kind.startswith("single_label"):
+            mask = target.reshape(-1) != IGNORED
+            return OutputBlock("logits", "softmax", mask, self._weight(mask.sum()))
+        mask = torch.ones(len(target), self.num_labels, dtype=torch.bool, device=target.device)
+        return OutputBlock(
+            "logits", "squared_error" if kind == "regression" else "sigmoid", mask, self._weight(mask.sum())
+        )
+
+    def _span(self, name: str, positions: Tensor, length: int | None) -> OutputBlock:
         positions = positions.reshape(-1)
         mask = torch.ones_like(positions, dtype=torch.bool) if length is None else positions < length
-        return OutputBlock(name, "softmax", mask, _inverse(2 * mask.sum()))
+        return OutputBlock(name, "softmax", mask, self._weight(2 * mask.sum()))
 
-
-def _inverse(count: Tensor) -> Tensor:
-    return 1.0 / count.clamp(min=1).float()
+    def _weight(self, count: Tensor) -> Tensor:
+        return self.clients / count.clamp(min=1).float()

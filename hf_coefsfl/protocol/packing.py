@@ -69,7 +69,7 @@ class Store:
             kept = kept.flip(1).cumsum(1).flip(1) > 0
         if not self.trailing:
             kept = kept.cumsum(1) > 0
-        places = Places(kept, kept.flatten().nonzero().squeeze(1))
+        places = Places(kept, kept.flatten().nonzero().squeeze(1), kept.sum(1))
         return places if device is None else places.on(device)
 
     def place(self, values: Tensor) -> Tensor | Mapped:
@@ -118,10 +118,11 @@ class Places:
 
     kept: Tensor
     index: Tensor
+    counts: Tensor  # kept positions of each sample (samples,), where they were looked at
 
     def on(self, device: torch.device) -> Places:
         """Return the same positions on another device."""
-        return Places(to_device(self.kept, device), to_device(self.index, device))
+        return Places(to_device(self.kept, device), to_device(self.index, device), self.counts)
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,15 @@ class PackedTensor:
     def nbytes(self) -> int:
         """Bytes that are sent."""
         return self.codec.nbytes(sent_shape(self.shape, self.places), self.dtype)
+
+    def nbytes_of(self, part: int, parts: int) -> int:
+        """Bytes that would be sent of one of so many parts with as many samples each."""
+        samples = self.shape[0] // parts
+        shape = torch.Size([samples, *self.shape[1:]])
+        if self.places is not None:
+            count = int(self.places.counts[part * samples : (part + 1) * samples].sum())
+            shape = torch.Size([count, *shape[1:-2], shape[-1]])
+        return self.codec.nbytes(shape, self.dtype)
 
     def unpack(self) -> Tensor:
         """Return the whole tensor, with zeros where positions were left out."""
@@ -182,6 +192,15 @@ class Packed(Generic[M]):
             heading = self.rest.kinds[name]
             sizes[heading] = sizes.get(heading, 0) + packed.nbytes
         for heading, size in self.rest.nbytes().items():
+            sizes[heading] = sizes.get(heading, 0) + size
+        return sizes
+
+    def nbytes_of(self, part: int, parts: int, known: Mapping[str, int]) -> dict[str, int]:
+        """Bytes that would be sent of one of several clients' parts; those of some tensors may be `known`."""
+        sizes: dict[str, int] = {}
+        small = {n: known.get(n, t.nbytes // parts) for n, t in self.rest.tensors().items()}
+        for name, size in ({n: packed.nbytes_of(part, parts) for n, packed in self.tensors.items()} | small).items():
+            heading = self.rest.kinds[name.split(".", 1)[0]]
             sizes[heading] = sizes.get(heading, 0) + size
         return sizes
 

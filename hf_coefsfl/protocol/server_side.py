@@ -24,10 +24,24 @@ class ServerSide(Side):
         self._trains_on_feedback = False
 
     def forward(self, smashed: SmashedData, batch: int) -> Any:
-        """Return the model's output with its loss, on the graph of `smashed.activations`."""
+        """Return the model's output with its loss, on the graph of `smashed.activations`.
+
+        The loss of clients that are stacked is the sum of theirs.
+        """
         self.context.synchronize_masks(self.half, "server_forward", batch)
         with self.context.autocast():
-            return self.half(smashed)
+            output = self.half(smashed)
+        if self.context.stacked:  # each client has the mean over its own samples
+            output.loss = output.loss * self.context.num_stacked
+        return output
+
+    def losses(self, output: Any, smashed: SmashedData) -> Tensor:
+        """Return the loss of a batch (1,), or of clients that are stacked each one's (clients,)."""
+        if not self.context.stacked:
+            loss: Tensor = output.loss.detach().float()
+            return loss.reshape(1)
+        samples = self.loss_spec.sample_losses(output.logits, smashed.labels["labels"])
+        return samples.view(self.context.num_stacked, -1).mean(1)
 
     def gradient(self, smashed: SmashedData, batch: int) -> Tensor:
         """g = ∇ₛL(s; θˢ) of the batch-mean loss at the present weights."""

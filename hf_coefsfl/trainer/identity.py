@@ -51,9 +51,11 @@ _DECIDING = (
 _TOLD = (
     "staleness_probe", "count_flops", "exchange_memory_limit", "on_client_failure", "max_lost_rounds",
     "gradient_checkpointing", "torch_compile", "torch_compile_backend", "torch_compile_mode", "eval_strategy",
-    "eval_steps", "aggregation", "hostile_clients", "client_bound",
+    "eval_steps", "aggregation", "hostile_clients", "client_bound", "stacked_clients",
 )  # fmt: skip
-_BEFORE = {"aggregation": "mean", "client_bound": 0.0, "hostile_clients": 1, "max_lost_rounds": 3}  # of older records
+_BEFORE = {  # of older records
+    "aggregation": "mean", "client_bound": 0.0, "hostile_clients": 1, "max_lost_rounds": 3, "stacked_clients": 1,
+}  # fmt: skip
 # Recorded by what they lead to, or not part of the run.
 _RESOLVED = (
     "method", "method_kwargs", "warmup_rounds", "cut", "blocks", "head", "num_clients", "num_rounds", "partition",

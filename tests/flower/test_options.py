@@ -25,6 +25,7 @@ from tests.support.federated import same, weights
         ({"method": "x"}, "Unknown method 'x'"),
         ({"staleness_probe": 1}, "staleness_probe=1 cannot be deployed: it needs both sides in one process"),
         ({"client_dropout_rate": 0.5}, "real clients drop out by themselves"),
+        ({"stacked_clients": 2, "method": "coef_w"}, "each client trains on a machine of its own"),
         ({"hub_token": "hf_x"}, "would go to every client"),
         ({"strange": 1}, "there is no option 'strange'"),
         ({"num_round": 1}, "there is no option 'num_round'. Did you mean num_rounds"),

@@ -151,7 +151,7 @@ def test_projections_are_of_signs(task: LossSpec) -> None:
     generator = torch.Generator().manual_seed(0)
     outputs = server.half(smashed)
     for block in task.output_blocks(smashed.labels, smashed.activations.shape[1]):
-        directions = method._directions(outputs[block.name], block.mask, generator)  # type: ignore[attr-defined]
+        directions = method._directions(outputs[block.name], block.mask, [generator])  # type: ignore[attr-defined]
         assert len(directions) == 4
         for v in directions:
             mask = block.mask.reshape(block.mask.shape + (1,) * (v.ndim - block.mask.ndim)).expand_as(v)

@@ -1,14 +1,32 @@
 """Weights and curvature bounds of each loss against its dense Hessian."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
 from hf_coefsfl.protocol.loss import LossSpec, OutputBlock
 from tests.support.toy import CAUSAL, CLASSIFICATION, MULTI_LABEL, REGRESSION, SPANS, TOKENS, ToyServer, toy_batch
 
 TASKS = [CLASSIFICATION, REGRESSION, MULTI_LABEL, TOKENS, CAUSAL, SPANS]
+
+
+@pytest.mark.parametrize(("problem", "labels"), [(None, 3), (None, 1), ("regression", 2), (None, 2)])
+@pytest.mark.parametrize("floating", [False, True])
+def test_the_loss_of_a_batch_is_the_mean_of_its_samples(problem: str | None, labels: int, floating: bool) -> None:
+    """As transformers computes it: softmax, squared error or sigmoids, by the labels."""
+    torch.manual_seed(0)
+    logits, target = torch.randn(6, labels), torch.randint(labels, (6,))
+    if floating or problem == "regression" or labels == 1:
+        target = torch.rand(6) if labels == 1 else torch.rand(6, labels)
+    spec = LossSpec("ForSequenceClassification", labels, ("labels",), problem_type=problem)
+    theirs = ForSequenceClassificationLoss(target, logits, SimpleNamespace(num_labels=labels, problem_type=problem))
+    losses = spec.sample_losses(logits, target)
+    assert losses.shape == (6,)
+    torch.testing.assert_close(losses.mean(), theirs)
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda t: f"{t.loss_type}-{t.problem_type}")

@@ -29,7 +29,7 @@ SHOWN = {"method_kwargs": "method option num_projections", "exchange_codec": "ex
 TOLD: dict[str, Any] = {
     "on_client_failure": "skip", "exchange_memory_limit": "1MiB", "staleness_probe": 1, "count_flops": True,
     "gradient_checkpointing": True, "torch_compile": True, "eval_steps": 7, "aggregation": "median",
-    "hostile_clients": 2, "client_bound": 5.0, "max_lost_rounds": 1,
+    "hostile_clients": 2, "client_bound": 5.0, "max_lost_rounds": 1, "stacked_clients": 2,
 }  # fmt: skip
 SILENT: dict[str, Any] = {
     "logging_steps": 5, "save_steps": 5, "save_total_limit": 3, "dataloader_num_workers": 1, "disable_tqdm": False,

@@ -93,6 +93,7 @@ COMPARED: dict[str, dict[str, Any]] = {
     "full fine-tuning": {"full_finetuning": True, "kind": "vit"},
     "noise": {"smashed_noise": 0.1},
     "clipping": {"max_grad_norm": 0.1},
+    "stacked": {"stacked_clients": 3, "max_grad_norm": 0.1},
     "walk": {"method_kwargs": {"feedback_at": "walk"}},
     "exact": {"method_kwargs": {"exact": True}},
     "gas per batch": {"method": "gas", "method_kwargs": {"samples_per_class": 4, "per_batch": True}},

@@ -53,6 +53,8 @@ CLIENT_LAUNCHES = 167  # of a client of vanilla on images beside its batches: th
 # Waits of a client on images beside its batches: for its clock and its report; AccSFL's head; GAS's labels and moments;
 # FSL-SAGE's buffer, network and whether the gradients are finite that it is aligned to.
 CLIENT_WAITS = {"vanilla": 2, "coef_j": 2, "acc_sfl": 3, "gas": 4, "fsl_sage": 5}
+STACKED = 5  # clients, and of a round the launches over those of one client, at most: what was counted, and a twentieth
+STACKED_LAUNCHES = {"vanilla": 1.17, "coef_w": 1.16}
 WAITS: dict[str, Counts] = {"ggn vit": {"aten::_linalg_eigh": 1}}  # that stay, by batch
 
 
@@ -72,11 +74,13 @@ def counted() -> Iterator[list[Counts]]:
         yield found
 
 
-def of_a_round(folder: Path, method: str, kind: str, clients: int, batches: int, codec: str = "float32") -> Counts:
+def of_a_round(
+    folder: Path, method: str, kind: str, clients: int, batches: int, codec: str = "float32", stacked: int = 1
+) -> Counts:
     """Return what a round takes, of so many clients with so many batches each."""
-    run = make(folder / f"{clients} {batches}", DEVICE, kind, method=method, num_clients=clients, num_rounds=1,
-               logging_strategy="no", rows=BATCH_SIZE * batches * clients, per_device_train_batch_size=BATCH_SIZE,
-               exchange_dtype=codec)  # fmt: skip
+    run = make(folder / f"{clients} {batches} {stacked}", DEVICE, kind, method=method, num_clients=clients,
+               num_rounds=1, logging_strategy="no", rows=BATCH_SIZE * batches * clients,
+               per_device_train_batch_size=BATCH_SIZE, exchange_dtype=codec, stacked_clients=stacked)  # fmt: skip
     with counted() as found:
         run.train()
     return found[0]
@@ -92,6 +96,12 @@ def of_a_client(folder: Path, method: str, kind: str) -> Counts:
     """Return what a client more takes beside its batches: its start, its end and its part of the average."""
     one, longer, two = (of_a_round(folder, method, kind, *sizes) for sizes in ((1, 1), (1, 2), (2, 1)))
     return {n: two[n] - one.get(n, 0) - (longer.get(n, 0) - one.get(n, 0)) for n in two}
+
+
+def of_stacked(folder: Path, method: str, kind: str) -> list[Counts]:
+    """Return what a round of four batches takes: of one client, of five, of five that are stacked."""
+    ways = ((1, 1), (STACKED, 1), (STACKED, STACKED))
+    return [of_a_round(folder, method, kind, clients, 4, stacked=stacked) for clients, stacked in ways]
 
 
 def part(counts: Counts, heading: str) -> Counts:
@@ -121,9 +131,23 @@ def lean_client(folder: Path, method: str) -> None:
         assert sum(launches.values()) <= CLIENT_LAUNCHES, launches
 
 
+def lean_stack(folder: Path, method: str, kind: str) -> None:
+    """Clients that are stacked take hardly more than one, and wait no more often."""
+    one, _, stacked = of_stacked(folder, method, kind)
+    launches = [sum(part(counts, "launch").values()) for counts in (one, stacked)]
+    assert launches[1] <= STACKED_LAUNCHES[method] * launches[0], launches
+    for heading in ("wait", "upload"):
+        assert part(stacked, heading) == part(one, heading), (heading, part(stacked, heading), part(one, heading))
+
+
 def cases() -> dict[str, Any]:
     clients = {f"a client of {method}": partial(lean_client, method=method) for method in CLIENT_WAITS}
-    return {**{name: partial(lean, name=name) for name in LAUNCHES}, **clients}
+    stacks = {
+        f"stacked {method} {kind}": partial(lean_stack, method=method, kind=kind)
+        for method in STACKED_LAUNCHES
+        for kind in ("vit", "bert")
+    }
+    return {**{name: partial(lean, name=name) for name in LAUNCHES}, **clients, **stacks}
 
 
 def main() -> None:
@@ -137,6 +161,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
         counts = of_a_client(Path(folder), "vanilla", "vit")
     launches, waits = (sum(part(counts, heading).values()) for heading in ("launch", "wait"))
+    print("\n| a round of | one client | five | five stacked |\n|---|--:|--:|--:|")
+    for kind in ("vit", "bert"):
+        for method in (name for name, cls in METHODS.items() if cls.stackable):
+            with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
+                found = of_stacked(Path(folder), method, kind)
+            figures = [f"{sum(part(counts, 'launch').values()):,.0f}" for counts in found]
+            print(f"| {method}, {kind} | {' | '.join(figures)} |", flush=True)
     print(f"\nA client of vanilla on images, beside its batches: {launches:,.0f} launches, {waits:,.0f} waits.")
 
 
