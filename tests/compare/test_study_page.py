@@ -1,4 +1,4 @@
-"""docs/results.md has the figures of the archive: what `coefsfl compare study --report_only` and the specs beside print."""
+"""docs/results.md has the figures of the archive: what `coefsfl compare NAME --report_only` prints."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.support.paths import ROOT
 
 Table = dict[str, dict[str, str]]  # row, column: text; the corner under "", ""
 STUDY, MORE, PLATEAU = "study/study.yaml", "study/more.yaml", "compare/plateau.yaml"
+
 
 def tables(page: str) -> list[Table]:
     """Return the tables of a page, without bold type."""
@@ -155,7 +156,9 @@ def test_scores_of_longer_runs_are_those_of_the_archive(corner: str) -> None:
     wrong = {}
     for row, cells in named(corner).items():
         for heading, text in cells.items():
-            column, name = (row.rsplit(", ", 1)[0], heading) if corner.startswith("digits") else (heading, "Vanilla SFL")
+            column, name = (
+                (row.rsplit(", ", 1)[0], heading) if corner.startswith("digits") else (heading, "Vanilla SFL")
+            )
             expected = after(results(PLATEAU)[column, name], int(row.rsplit(maxsplit=1)[-1]))
             if text != expected:
                 wrong[row, heading] = f"{text!r}, the archive has {expected!r}"
