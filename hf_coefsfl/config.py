@@ -167,8 +167,8 @@ class SplitFedConfig(TrainingArguments):
     stacked_clients: int = field(
         default=1,
         metadata={
-            "help": "Clients of a round that train at once, their samples below each other in one batch; 1: one after "
-            "the other. Spares an accelerator launches, results differ by rounding."
+            "help": "Clients of a round that train at once, if they have as many samples; 1: one after the other. An "
+            "accelerator then has fewer launches. Results differ by rounding."
         },
     )
 
@@ -386,7 +386,7 @@ def _check_stacked(args: SplitFedConfig) -> None:
     """Refuse what clients that are stacked would not do as one after the other."""
     if args.stacked_clients == 1:
         return
-    seeded = sorted({name for name in args.exchange_codecs.values() if CODECS[name].uses_seed})
+    codecs = sorted({name for name in args.exchange_codecs.values() if not CODECS[name].stackable})
     stackable = ", ".join(name for name in ordered_methods() if METHODS[name].stackable)
     optim = OptimizerNames(args.optim).value
     reasons = {
@@ -395,7 +395,7 @@ def _check_stacked(args: SplitFedConfig) -> None:
             f"its rule is of one client's batch. Methods that can be stacked: {stackable}",
         ),
         f"smashed_noise={args.smashed_noise:g}": (args.smashed_noise, "each client draws noise of its own"),
-        f"the codec {', '.join(seeded)}": (seeded, "each client draws random numbers of its own"),
+        f"the codec {', '.join(codecs)}": (codecs, "each client has random numbers or a scale of its own"),
         "torch_compile=True": (args.torch_compile, "compiled blocks hold the weights of one client"),
         f"optim={optim!r}": (
             optim not in _ELEMENTWISE,

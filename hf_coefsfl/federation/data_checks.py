@@ -12,12 +12,11 @@ from datasets import Image
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..protocol.loss import LANGUAGE_MODELS, ONE_LABEL_A_SAMPLE, SPANS, LossSpec
+from ..protocol.loss import IGNORED, LANGUAGE_MODELS, ONE_LABEL_A_SAMPLE, SPANS, LossSpec
 from .clients import Federation
 from .columns import Values, chunks, column_names, unreadable_image
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
-_IGNORED = -100
 _RENAMED = ("label", "label_ids")  # by collators, to labels
 _POSITIONS = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
 _FILL_IN = "Fill it in, or leave the row out (dataset.filter)."
@@ -176,7 +175,7 @@ class RowCheck:
         high = self.vocab_size if wanted == "token" else count
         if wanted == "position" or high is None:
             return None
-        wrong = (flat != _IGNORED) & ((flat < 0) | (flat >= high))
+        wrong = (flat != IGNORED) & ((flat < 0) | (flat >= high))
         if wanted == "token":
             return _fault(values, wrong, f"{label} is outside the vocabulary 0..{high - 1}. Use the model's tokenizer.")
         return _fault(

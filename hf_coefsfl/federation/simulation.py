@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +32,8 @@ from .schedule import set_mode
 from .server import ServerRounds
 from .stacked import Stacked, Stacking, groups_of
 from .stacked_link import StackedLink
+
+logger = logging.getLogger(__name__)
 
 
 class Observer(Protocol):
@@ -65,6 +68,10 @@ class Simulation(ServerRounds):
         self.data = ClientData(federation, collate, check, args)
         self.stacking: Stacking | None = None
         if args.stacked_clients > 1:
+            if len(set(federation.sizes)) == len(federation):
+                logger.warning(
+                    "stacked_clients=%d does nothing here: no two clients have as many samples.", args.stacked_clients
+                )
             self.stacking = Stacking(
                 split, self.client_parameters | self.server_parameters, check.loss_spec, args, self.ignored_padding[1]
             )
@@ -224,6 +231,13 @@ class Simulation(ServerRounds):
         except Exception as error:
             if self.args.on_client_failure == "raise" or is_device_error(error):
                 raise
+            logger.warning(
+                "Round %d: clients %s train one after the other. Stacked they raise %s: %s",
+                round_index + 1,
+                ", ".join(map(self.federation.name, clients)),
+                type(error).__name__,
+                error,
+            )
             return None
         report = ClientReport.of(link, server_side, seconds, 0)
         if report.failure is not None:

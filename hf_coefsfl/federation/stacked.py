@@ -33,7 +33,7 @@ Weights = dict[str, nn.Parameter]
 _IDS = "input_ids"
 _OVER_TOKENS = (_IDS, "attention_mask", "token_type_ids")
 # Of the largest output, on the example. What mixes clients is off by as much as an output is large.
-_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
+_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-2}  # float32 may be TF32
 
 
 class Stacking:

@@ -48,7 +48,7 @@ class Codec:
     """Values as they were computed. The base of all codecs."""
 
     for_smashed_data = True
-    uses_seed = False
+    stackable = True  # whether a batch of several clients is encoded as each client's is
 
     def parts(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Part, Part | None]:
         """Return what a tensor (..., features) becomes: values and scales."""
@@ -81,6 +81,8 @@ class BFloat16(Codec):
 
 class Float16(Codec):
     """Rounds to float16 after a scaling by a power of two, without which gradients would vanish."""
+
+    stackable = False  # one power of two for all values
 
     def parts(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Part, Part | None]:
         """Return what a tensor becomes; one of 16 bits stays as it is."""
@@ -126,7 +128,7 @@ class Rotated(Codec):
     Stochastic rounding goes to the two levels next to a value, so that it is right in the mean. Its error is larger.
     """
 
-    uses_seed = True
+    stackable = False  # each client draws signs of its own
 
     def __init__(self, bits: int, stochastic: bool = False):
         self.bits, self.stochastic = bits, stochastic
@@ -206,7 +208,7 @@ class TopTokens(Codec):
     """
 
     for_smashed_data = False  # a server half would see samples of zeros, where layer norms have no gradient
-    uses_seed = True
+    stackable = False  # each client draws signs of its own
     share = 8
     kept = Rotated(4)
 

@@ -42,7 +42,7 @@ OPTIONS: dict[str, tuple[float, dict[str, Any]]] = {
     "clipped images": (1e-3, {"max_grad_norm": 0.05}),
     "texts": (1e-3, {"kind": "bert"}),
     "warm-up": (1e-3, {"warmup_rounds": 1}),
-    "float16": (0.05, {"exchange_dtype": "float16"}),
+    "bf16": (0.2, {"bf16": True}),
     "bfloat16": (0.05, {"exchange_dtype": "bfloat16"}),
     "int8": (0.05, {"exchange_dtype": "int8", "kind": "bert"}),
     "adapters": (0.05, {"adapter_codec": "int8"}),

@@ -25,8 +25,9 @@ def test_other_methods(tmp_path: Path, method: str) -> None:
     ("changes", "reason"),
     [
         ({"smashed_noise": 0.1}, "smashed_noise=0.1: each client draws noise of its own"),
-        ({"exchange_dtype": "int4"}, "the codec int4: each client draws random numbers of its own"),
-        ({"exchange_codec": {"gradients": "topk8"}}, "the codec topk8: each client draws"),
+        ({"exchange_dtype": "int4"}, "the codec int4: each client has random numbers or a scale of its own"),
+        ({"exchange_codec": {"gradients": "topk8"}}, "the codec topk8: each client has"),
+        ({"exchange_dtype": "float16"}, "the codec float16: each client has"),
         ({"torch_compile": True}, "torch_compile=True: compiled blocks hold the weights of one client"),
         ({"optim": "adafactor"}, "optim='adafactor': its steps are not elementwise. Use one of adamw_torch, "),
     ],

@@ -132,12 +132,17 @@ def test_what_goes_wrong_reaches_the_reader(tmp_path: Path) -> None:
     store = Store()
     write_exchange(Exchange.of(smashed(), store), tmp_path / "x")
     coming = Coming((tmp_path / "x").read_bytes(), tmp_path / "coming")
-    found = read_exchange(coming.path, SmashedData, store, wait=coming.wait)
+    is_gone = False
 
-    def gone(end: int) -> None:
-        raise EOFError(end)
+    def wait(end: int) -> None:
+        if is_gone:
+            raise EOFError(end)
+        coming.wait(end)
 
-    coming.wait = gone  # type: ignore[method-assign]
+    found = read_exchange(coming.path, SmashedData, store, wait=wait)
+    assert found[0].activations.isfinite().all()
+    is_gone = True
     with pytest.raises(EOFError):
-        read_exchange(coming.path, SmashedData, store, wait=coming.wait)
-    assert len(found) == 4
+        found[1]
+    with pytest.raises(EOFError):
+        read_exchange(coming.path, SmashedData, store, wait=wait)
