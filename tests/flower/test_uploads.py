@@ -13,7 +13,7 @@ from hf_coefsfl.flower.link import FlowerLink
 from hf_coefsfl.flower.transport import Deadline, Unanswered
 from hf_coefsfl.flower.wire import Manifest, TransferError
 from hf_coefsfl.methods.reuse import _observe
-from hf_coefsfl.protocol.context import Observations
+from hf_coefsfl.protocol.context import Observations, RoundContext
 from hf_coefsfl.protocol.messages import Parameters, SmashedData
 from hf_coefsfl.protocol.packing import Exchange, Store
 from hf_coefsfl.protocol.wire import read_exchange, write_exchange
@@ -103,7 +103,7 @@ def test_many_batches_have_room_for_their_reports() -> None:
 
 
 def test_a_vanished_gradient_is_reported_with_a_number_that_is_taken() -> None:
-    client: Any = SimpleNamespace(observed=Observations())
+    client: Any = SimpleNamespace(observed=Observations(), context=RoundContext(0, 0, 0))
     for size in (1e-22, 1e-38, 0.0):
         _observe(client, torch.full((2, 3), size), torch.ones(2, 3), torch.ones(2, 3))
     check_observed({"correction_ratio": torch.stack(client.observed.values["correction_ratio"])}, 3)
