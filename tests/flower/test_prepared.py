@@ -3,12 +3,15 @@
 import json
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from flwr.supercore.constant import TaskType
 from flwr.supercore.superexec.executor import ExecutionSpec
@@ -37,7 +40,7 @@ def note(path: Path, word: str) -> None:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 8
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -227,6 +230,40 @@ def test_one_that_still_loads_gives_way(site: SimpleNamespace) -> None:
     assert site.send() == ["loaded", "message 1 of True"]
     settle(site, after=first)
     assert site.send() == ["kept", "message 1 of True"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+@pytest.mark.parametrize("of", ["supernode", "prepared"])
+def test_no_message_outlives_its_supernode(site: SimpleNamespace, of: str) -> None:
+    """Not even one that waits for a lock which was taken when it was forked, and so never looks at its parent."""
+    taken = threading.Lock()
+    taken.acquire()
+
+    def wait() -> None:
+        note(site.log, f"message {os.getpid()}")
+        taken.acquire()
+
+    node = os.fork()
+    if node == 0:  # stands for the SuperNode
+        if of == "prepared":
+            done, supernode.flwr_clientapp = supernode.flwr_clientapp, lambda: wait() if prepared._held else done()
+            site.send()
+            settle(site)
+        else:
+            supernode.flwr_clientapp = wait
+        site.send()
+        time.sleep(60)
+        os._exit(0)
+
+    def stuck() -> list[int]:
+        words = [line.split() for line in site.log.read_text().splitlines()]
+        return [int(word[1]) for word in words if word[0] == "message" and len(word) == 2]
+
+    wait_for(lambda: bool(stuck()))
+    os.kill(node, signal.SIGKILL)
+    os.waitpid(node, 0)
+    (left,) = stuck()
+    wait_for(lambda: not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_what_a_client_is_made_of(tmp_path: Path) -> None:
