@@ -39,6 +39,7 @@ from flwr.supernode.runtime import run_clientapp as runtime
 from .prepared import Prepared, loaded
 
 _PR_SET_PDEATHSIG = 1  # of Linux' prctl
+_LIBC = ctypes.CDLL(None)  # here, not in a fork: a lock of the loader may have been taken when it was forked
 _LENGTH = 4  # bytes that a Connection writes before a message
 _ELSEWHERE = ("--isolation", "--clientappio-api-address", "--appio-ssl-ca-certfile", "--superexec-auth-secret-file")
 
@@ -91,13 +92,15 @@ class ForkExecutor(SubprocessExecutor):
             self._prepared.end()
         sys.stdout.flush()
         sys.stderr.flush()
-        self._prepared = Prepared(told, partial(_become_client_app, tell=self._tell), _begin_prepared)
+        begin = partial(_begin_prepared, os.getpid())
+        self._prepared = Prepared(told, partial(_become_client_app, tell=self._tell), begin)
         self._forks.add(self._prepared.pid)
 
 
 def _become_client_app(arguments: list[str], tell: Connection) -> None:
     status: Any = 1
     try:
+        _end_with_parent(int(arguments[-1]), signal.SIGKILL)  # Flower looks after it later: this may wait for a lock
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         sys.argv = ["flwr-clientapp", *arguments]
@@ -117,10 +120,10 @@ def _become_client_app(arguments: list[str], tell: Connection) -> None:
         os._exit(status)
 
 
-def _begin_prepared() -> None:
+def _begin_prepared(parent: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    _end_with_parent()
+    _end_with_parent(parent)
 
 
 def _run_own_code() -> None:
@@ -137,10 +140,12 @@ def _preload() -> None:
     from . import client, client_node, client_round  # noqa: F401
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(parent: int, by: signal.Signals = signal.SIGTERM) -> None:
     """Have this process end when the one that started it does, if the system can."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    with contextlib.suppress(AttributeError):
+        _LIBC.prctl(_PR_SET_PDEATHSIG, by)
+        if os.getppid() != parent:  # it has ended before
+            os.kill(os.getpid(), by)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         patient = [sys.executable, "-m", f"{__package__}.activation"]
         node = subprocess.Popen(
             [*patient, *given, "--isolation", "process", "--superexec-auth-secret-file", str(secret)],
-            preexec_fn=_end_with_parent,
+            preexec_fn=partial(_end_with_parent, os.getpid()),
         )
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         threading.Thread(target=_end_with, args=(node,), daemon=True).start()
