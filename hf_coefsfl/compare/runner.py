@@ -25,6 +25,7 @@ from .grid import Cell, Run, Summary, total, upcoming, wanted
 WORKER = (sys.executable, "-m", "hf_coefsfl", "train")  # the command of a run; its task and options file follow
 # Seconds between two looks at our workers and at those of others, and for a worker to end when asked.
 _POLL, _POLL_OTHERS, _PATIENCE = 0.2, 2.0, 20.0
+_REPORT = 1.0  # seconds between two estimates of the time that is left
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Runner:
         self.failures: dict[str, Failure] = {}
         self.workers: list[_Worker] = []
         self._wall_seconds: dict[str, float] = {}
+        self._next_report = 0.0
         self._elsewhere: dict[str, float] = {}  # runs that another process works on, and when to look again
 
     def run(self) -> list[Failure]:
@@ -103,6 +105,9 @@ class Runner:
         for worker in [w for w in self.workers if w.process.poll() is not None]:
             self.workers.remove(worker)
             self._ended(worker, bar)
+        if len(self.workers) == self.jobs:
+            self._report(bar)
+            return True
         running = {worker.folder.run.id for worker in self.workers}
         missing = [run for run in upcoming(self.cells, self.finished, self.failures) if run.id not in running]
         for run in missing:
@@ -164,6 +169,9 @@ class Runner:
             self.archive.add((run, self.finished[run.id]) for run in runs)
 
     def _report(self, bar: Any) -> None:
+        if bar.disable or time.monotonic() < self._next_report:  # an estimate over many runs takes a while
+            return
+        self._next_report = time.monotonic() + _REPORT
         left = self.seconds_left()
         parts = [f"about {timedelta(seconds=round(left))} left"] if left else []
         parts += [worker.folder.run.id.rpartition("-")[0] for worker in self.workers]
