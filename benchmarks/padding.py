@@ -9,7 +9,7 @@ which is the paper's accounting. Images have none.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from dataclasses import fields
 
 import numpy as np
@@ -35,8 +35,11 @@ def row(title: str, lengths: np.ndarray, batch_size: int, max_length: int) -> di
 
 def main() -> None:
     """Print a row for each task with texts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("spec", help="a comparison's file, or the name of one of recipes/")
+    arguments = parser.parse_args()
     rows = []
-    for title, run in {cell.spec.title: cell.first()[0] for cell in expand(load_spec(sys.argv[1]))}.items():
+    for title, run in {cell.spec.title: cell.first()[0] for cell in expand(load_spec(arguments.spec))}.items():
         task = TASKS[run.task]
         names = {field.name for field in fields(task.arguments_class)}
         arguments = task.arguments_class(**{name: value for name, value in run.options.items() if name in names})

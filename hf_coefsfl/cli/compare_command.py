@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> str:
     if arguments.device_speed is not None:
         raise ValueError("--device_speed needs --dry_run: it estimates the runs and starts none.")
     if not arguments.report_only:
-        check_files(cells)
+        check_files(cells, load_finished(cells, runs, archive))
     with FolderLock(root):
         if arguments.report_only:
             finished, notes = load_finished(cells, runs, archive), list[str]()

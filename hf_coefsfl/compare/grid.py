@@ -93,6 +93,10 @@ class Cell:
         runs = [self.runs[rate, seed] for seed in self.spec.seeds]
         return [(run, finished[run.id]) for run in runs if run.id in finished]
 
+    def is_finished(self, finished: Mapping[str, Summary]) -> bool:
+        """Return whether no run is missing."""
+        return all(run.id in finished for run in self.first()) and len(self.results(finished)) == len(self.spec.seeds)
+
 
 def score(summary: Summary) -> float:
     """Return the mean of the final scores, by which learning rates are chosen. Larger is better.
@@ -137,10 +141,13 @@ def expand(spec: Spec) -> list[Cell]:
     return cells
 
 
-def check_files(cells: Sequence[Cell]) -> None:
-    """Refuse settings whose data or model is a path that does not exist, before the first run."""
+def check_files(cells: Sequence[Cell], finished: Mapping[str, Summary]) -> None:
+    """Refuse settings whose data or model is a path that does not exist, before the first run.
+
+    Settings whose runs have all finished need neither.
+    """
     missing = {}
-    for cell in wanted(cells):
+    for cell in (cell for cell in wanted(cells) if not cell.is_finished(finished)):
         for name in ("dataset_name", "model_name_or_path"):
             value = str(cell.first()[0].options.get(name) or "")
             # An id of the Hub has at most one slash and does not begin with a dot.

@@ -149,7 +149,10 @@ def _texts(task: Task) -> dict[str, str]:
         "cut": "Number of blocks on the client. Default: a third of the model's, the paper's share.",
         "output_dir": "Where everything goes. Default: outputs/<task>-<method>, or <dataset>-<method> of own data.",
         "weight_decay": "Weight decay of the local updates, on all trained parameters.",
-        "eval_strategy": "no, steps (every eval_steps rounds) or best.",
+        "eval_strategy": "no or steps (every eval_steps rounds).",
+        "eval_steps": "Rounds between evaluations; below 1, as a share of num_rounds. Default: logging_steps.",
+        "save_strategy": "no, steps (every save_steps rounds) or best.",
+        "train_sampling_strategy": "random, or group_by_length: batches of samples of like length.",
         "hub_strategy": "every_save (in the background, and at the end) or end.",
         "resume_from_checkpoint": "Checkpoint to resume from, or `last`: the newest of output_dir, if there is one.",
     }

@@ -2,59 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from functools import cache
-from pathlib import Path
 from statistics import stdev
 
 import pytest
 
-from hf_coefsfl.compare import Archive, expand, load_finished, load_spec
 from hf_coefsfl.compare.differences import Difference, paired
-from hf_coefsfl.compare.results import Result, gather
-from tests.support.paths import ROOT
+from hf_coefsfl.compare.results import Result
+from tests.support import archived
+from tests.support.archived import Table, results
 
-Table = dict[str, dict[str, str]]  # row, column: text; the corner under "", ""
+PAGE = "docs/results.md"
 STUDY, MORE, PLATEAU = "study/study.yaml", "study/more.yaml", "compare/plateau.yaml"
 
 
-def tables(page: str) -> list[Table]:
-    """Return the tables of a page, without bold type."""
-    found: list[list[list[str]]] = [[]]
-    for line in page.splitlines():
-        line = line.strip()
-        if line.startswith("|"):
-            found[-1].append([part.strip().replace("**", "") for part in re.split(r"(?<!\\)\|", line[1:-1])])
-        elif found[-1]:
-            found.append([])
-    return [
-        {row[0]: dict(zip(lines[0][1:], row[1:], strict=True)) for row in lines[2:]} | {"": {"": lines[0][0]}}
-        for lines in found
-        if lines
-    ]
-
-
-@cache
-def page() -> list[Table]:
-    return tables((ROOT / "docs/results.md").read_text())
-
-
 def named(corner: str) -> Table:
-    """The table of the page with this text in its corner, without the corner."""
-    (found,) = [table for table in page() if table[""][""] == corner]
-    return {row: cells for row, cells in found.items() if row}
-
-
-@cache
-def results(spec: str) -> dict[tuple[str, str], Result]:
-    """The archive's results of a spec, by column and row."""
-    loaded = load_spec(ROOT / "recipes" / spec)
-    cells = expand(loaded)
-    finished = load_finished(cells, Path("no_folder_of_runs"), Archive(ROOT / "recipes/study/runs.parquet"))
-    return {
-        (f"{r.title.replace(' (part)', ' part')}, {r.cell.split.name}", r.cell.variant.name): r
-        for r in gather(loaded, cells, finished)
-    }
+    return archived.named(PAGE, corner)
 
 
 def scores(values: tuple[float, ...], std: float | None, seeds: int) -> str:
@@ -129,7 +91,7 @@ def tried(result: Result) -> str:
 
 def test_learning_rates_are_those_of_the_archive() -> None:
     wrong, shown = {}, set()
-    for table in page():
+    for table in archived.tables_of(PAGE):
         if table[""][""] != "3e-4 / 1e-3 / 3e-3":
             continue
         for row, cells in table.items():
