@@ -50,6 +50,11 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def is_disk_full(error: BaseException) -> bool:
+    """Return whether the disk took no more, or a file grew larger than it may."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def disk_fault(error: BaseException) -> str | None:
     """Return what the disk refused, and why ("a file cannot be written (...)"), or None for an error of another kind.
 

@@ -87,10 +87,12 @@ class Runner:
         """Run until nothing is missing, and return the failures. If it is interrupted, it ends its workers."""
         previous = _interrupt_on_termination()
         planned = total(self.cells)
-        self._archive(*(run for cell in wanted(self.cells) for run in cell.runs.values() if run.id in self.finished))
         with tqdm(total=planned, initial=len(self.finished), file=sys.stderr, unit="run", disable=None) as bar:
             bar.bar_format = "{n_fmt}/{total_fmt} runs |{bar:20}| {elapsed}{postfix}"
             try:
+                self._archive(
+                    *(run for cell in wanted(self.cells) for run in cell.runs.values() if run.id in self.finished)
+                )
                 self._report(bar)
                 while self._step(bar):
                     time.sleep(_POLL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, broadcast_object_list
 from tqdm.auto import tqdm
 
+from .._io import is_disk_full
 from ..config import SplitFedConfig
 from ..methods import Method
 from ..protocol.client_side import ClientSide
@@ -95,13 +97,28 @@ class Simulation(ServerRounds):
         self.data.close()
 
     def run_round(self, round_index: int, learning_rate: float, progress: bool = False) -> dict[int, ClientReport]:
-        """Train the sampled clients from the global weights, average, and return their reports in client order."""
+        """Train the sampled clients from the global weights, average, and return their reports in client order.
+
+        A round that is interrupted leaves the weights that it began with, not those of some client.
+        """
+        parameters = self.averaged(round_index)
+        initial = flatten(parameters)
+        try:
+            return self._run_round(round_index, learning_rate, initial, progress)
+        except BaseException:
+            with suppress(Exception):  # of a broken device
+                unflatten_(parameters, initial)
+            raise
+
+    def _run_round(
+        self, round_index: int, learning_rate: float, initial: torch.Tensor, progress: bool
+    ) -> dict[int, ClientReport]:
         clients = sample_clients(self.args.seed, round_index, len(self.federation), self.args.participation)
         sizes = {client: self.federation.sizes[client] for client in clients}
         owners = assign_clients(sizes, self.accelerator.num_processes)
         mine = [client for client in clients if owners[client] == self.accelerator.process_index]
         parameters, federated = self.averaged(round_index), self.methods.of_round(round_index).federated()
-        initial, coded = flatten(parameters), self.coded_weights(round_index)
+        coded = self.coded_weights(round_index)
         start, residuals = initial, dict[int, Residual]()
         if coded is not None:
             coded.begin()
@@ -229,7 +246,7 @@ class Simulation(ServerRounds):
             link.finish()
             seconds = time.perf_counter() - start
         except Exception as error:
-            if self.args.on_client_failure == "raise" or is_device_error(error):
+            if self.args.on_client_failure == "raise" or is_device_error(error) or is_disk_full(error):
                 raise
             logger.warning(
                 "Round %d: clients %s train one after the other. Stacked they raise %s: %s",
@@ -251,8 +268,8 @@ class Simulation(ServerRounds):
     ) -> tuple[ClientReport, Sequence[torch.Tensor]]:
         """Train a client on what is fetched next. Return its report, and its server's optimizer state if it is kept.
 
-        What it raises is reported if failing clients are skipped. An error of the device is not the client's: without
-        the clients that do not fit, the average would be another.
+        What it raises is reported if failing clients are skipped. An error of the device or a full disk is not the
+        client's: without the clients that do not fit, the average would be another.
         """
         size = self.federation.sizes[client]
         if self._is_dropped(round_index, client):
@@ -261,7 +278,7 @@ class Simulation(ServerRounds):
             batches = self.data.checked(client, next(fetched))
             return self._train_client(round_index, client, batches, learning_rate)
         except Exception as error:
-            if self.args.on_client_failure == "raise" or is_device_error(error):
+            if self.args.on_client_failure == "raise" or is_device_error(error) or is_disk_full(error):
                 raise
             return ClientReport.of_absent(f"{type(error).__name__}: {error}".rstrip("."), size), []
 

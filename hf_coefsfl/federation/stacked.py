@@ -141,10 +141,10 @@ class Stacking:
                     f"with this model: on an example it raises {type(error).__name__}: {error}"
                 ) from error
             if _random_state(device) != before:
-                raise self._refusal(
-                    "with random numbers: each client would draw other ones than alone. Set dropout='off', or the "
-                    "model's dropout probabilities (and those of other noise) to 0"
-                )
+                advice = "Set dropout='off', or the model's dropout probabilities (and those of other noise) to 0"
+                if self.args.dropout == "off":
+                    advice = "This model draws some without dropout, too: set those of its probabilities to 0"
+                raise self._refusal(f"with random numbers: each client would draw other ones than alone. {advice}")
             for name, gradient in zip(self.weights, used, strict=True):
                 if gradient is not None:
                     raise self._refusal(f"with {name}, which the model uses otherwise than by calling its layer")
@@ -235,6 +235,8 @@ def _linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Return the forward of a linear layer with weights (clients, out, in) and biases (clients, out)."""
 
     def forward(input: Tensor) -> Tensor:
+        if len(input) % len(weight):  # such as a table of positions, which all samples share
+            raise ValueError(f"a trained layer takes a tensor of shape {tuple(input.shape)}, which has no samples")
         parts = input.reshape(len(weight), -1, input.shape[-1])
         output = torch.bmm(parts, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), parts, weight.mT)
         return output.view(*input.shape[:-1], -1)

@@ -81,7 +81,9 @@ class ForkExecutor(SubprocessExecutor):
         """Take note of forks that have ended, and prepare the client that one of them had to load."""
         self._forks -= {fork for fork in self._forks if os.waitpid(fork, os.WNOHANG)[0]}
         while self._told.poll():
-            self._prepare(self._told.recv_bytes())
+            told = self._told.recv_bytes()
+            with contextlib.suppress(OSError):  # without room for another process: messages load the client themselves
+                self._prepare(told)
 
     def _prepare(self, told: bytes) -> None:
         if self._prepared is not None:
@@ -187,12 +189,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (KeyboardInterrupt, SystemExit):
             pass
         finally:
+            ended = node.poll()  # not None: by itself
             node.terminate()
             try:
                 node.wait(3)
             except subprocess.TimeoutExpired:
                 node.kill()
-    return max(node.wait(), 0)  # below 0: by the signal that this process was sent, too
+                node.wait()
+    return _status(ended)
+
+
+def _status(ended: int | None) -> int:
+    """Return the status of this command for how the SuperNode has ended by itself, if it has.
+
+    A signal that asks it to end was sent to both. Another one, as when the system is out of memory, is a failure.
+    """
+    if ended is None or ended in (-signal.SIGTERM, -signal.SIGINT):
+        return 0
+    return ended if ended >= 0 else 128 - ended
 
 
 def _end_with(node: subprocess.Popen[bytes]) -> None:

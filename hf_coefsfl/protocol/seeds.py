@@ -54,7 +54,9 @@ def preserved_random_state(device: torch.device = torch.device("cpu")) -> Iterat
     """Give the caller's random state back at the end, of the CPU and of `device`, whatever was seeded inside."""
     states = random.getstate(), np.random.get_state()
     devices = [device] if is_accelerator(device) else []  # not all that are visible: others may be another process's
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cpu"):
-        yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])
+    try:
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cpu"):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

@@ -55,8 +55,8 @@ class ServerSide(Side):
 
     def feedback_gradient(self, loss: Tensor, leaf: SmashedData, retain_graph: bool = False) -> Tensor:
         """g of a loss on the graph of `leaf`, for the client; within `training_on_feedback` for `step` too."""
+        self.observed.add("feedback_loss", loss)
         if not self._trains_on_feedback:
-            self.observed.add("feedback_loss", loss)
             return torch.autograd.grad(loss, leaf.activations, retain_graph=retain_graph)[0]
         self.observed.add("loss", loss)
         self.backward(loss, retain_graph)

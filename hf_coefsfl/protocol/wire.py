@@ -59,6 +59,11 @@ def write_exchange(exchange: Exchange[Any], path: Path) -> None:
         end += size
     text = _json(header).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > _MOST_HEADER:
+        raise ValueError(
+            f"{len(exchange.packed)} batches are too many for one exchange: their shapes take {len(text)} bytes, at "
+            f"most {_MOST_HEADER} are read. Raise per_device_train_batch_size, or spread the samples over more clients."
+        )
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, values in _named(exchange):

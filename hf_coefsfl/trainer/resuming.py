@@ -88,6 +88,8 @@ class ResumingTrainer(Trainer):
             if told and self.is_world_process_zero():
                 logger.info(told)
             self.ledger, self._reports, self.probe.points, self.best_round = Ledger(), [], [], None
+            if checkpoint is None:
+                self.rounds.set_up_method()
             self.already_finished = checkpoint is not None and _rounds_done(checkpoint) == self.args.num_rounds
             if self.already_finished:
                 return self._finished(checkpoint)

@@ -1,5 +1,6 @@
 """Clients that fail or drop out: left out of the average and told, or an error that names them."""
 
+import errno
 import json
 import logging
 from pathlib import Path
@@ -12,6 +13,7 @@ from hf_coefsfl import SplitFedConfig, SplitFedTrainer
 from hf_coefsfl.federation.sampling import assign_clients, is_dropped
 from hf_coefsfl.federation.schedule import set_mode
 from hf_coefsfl.federation.simulation import Simulation
+from hf_coefsfl.protocol.client_side import ClientSide
 from tests.support.faulty import Faulty
 from tests.support.federated import images, rounds, same, trainer, weights
 
@@ -78,9 +80,38 @@ def test_by_default_a_failure_is_an_error(tmp_path: Path, fault: str) -> None:
     assert same(before, weights(run))
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_round_leaves_the_weights_that_it_began_with(
+    tmp_path: Path, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second round, in the middle of a client's local updates."""
+    run, descend, steps = federation(tmp_path, {}, method="coef_w"), ClientSide.descend, 0
+    began: list[dict[str, torch.Tensor]] = []
+
+    def interrupted(self: ClientSide, *args: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 2 * CLIENTS * 3 - 4:  # of three batches each
+            assert not same(began[1], weights(run))
+            raise error("stopped")
+        return descend(self, *args)
+
+    def noted(self: Simulation, *args: Any, **options: Any) -> Any:
+        began.append(weights(run))
+        return run_round(self, *args, **options)
+
+    run_round = Simulation.run_round
+    monkeypatch.setattr(ClientSide, "descend", interrupted)
+    monkeypatch.setattr(Simulation, "run_round", noted)
+    with pytest.raises(error, match="stopped"):
+        run.train()
+    assert not same(began[0], began[1]) and same(began[1], weights(run))
+
+
 @pytest.mark.parametrize(
     "error",
     [
+        OSError(errno.ENOSPC, "No space left on device"),
         torch.OutOfMemoryError("CUDA out of memory"),
         torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
         RuntimeError("CUDA error: device-side assert triggered"),

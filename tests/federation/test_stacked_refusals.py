@@ -5,7 +5,12 @@ from typing import Any
 
 import pytest
 from torch import nn
-from transformers import BertConfig, BertForTokenClassification
+from transformers import (
+    BertConfig,
+    BertForTokenClassification,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
+)
 from transformers.models.vit.modeling_vit import ViTEmbeddings
 
 from hf_coefsfl import METHODS
@@ -52,6 +57,19 @@ def test_dropout(tmp_path: Path, kind: str) -> None:
     with pytest.raises(ValueError, match=r"does not work with random numbers: .* Set dropout='off', or the model's"):
         make(tmp_path, 2, kind, model(0.1))
     make(tmp_path, 2, kind, model(0.1), dropout="off")
+
+
+def test_a_layer_of_a_table_that_samples_share(tmp_path: Path) -> None:
+    """DeBERTa adapts layers that it applies to its table of positions, whose rows are no samples."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
+    relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 16}
+    shared: Any = {"share_att_key": True, "position_biased_input": False, "norm_rel_ebd": "layer_norm"}
+    settings = DebertaV2Config(
+        vocab_size=40, num_labels=3, type_vocab_size=0, pad_token_id=0, **sizes, **relative, **shared
+    )
+    model = DebertaV2ForSequenceClassification(settings)
+    with pytest.raises(ValueError, match=r"raises ValueError: .* tensor of shape \(1, \d+, 16\), which has no samples"):
+        make(tmp_path, 2, "bert", model, dropout="off")
 
 
 def test_layers_that_are_not_linear(tmp_path: Path) -> None:

@@ -295,3 +295,19 @@ def test_what_a_client_is_made_of(tmp_path: Path) -> None:
         before = described()
         file.write_text("12")
         assert described() != before
+
+
+@pytest.mark.parametrize(
+    ("ended", "status"),
+    [
+        (None, 0),
+        (0, 0),
+        (1, 1),
+        (-signal.SIGTERM, 0),
+        (-signal.SIGINT, 0),
+        (-signal.SIGKILL, 137),
+        (-signal.SIGSEGV, 139),
+    ],
+)
+def test_the_status_says_whether_the_supernode_failed(ended: int | None, status: int) -> None:
+    assert supernode._status(ended) == status

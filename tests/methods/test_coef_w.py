@@ -1,11 +1,14 @@
 """CoeF-W: CoeF-D along the walk of the server, with two passes."""
 
+from pathlib import Path
+
 import pytest
 from torch import Tensor
 
 from hf_coefsfl import SplitFedConfig
 from hf_coefsfl.methods import DEFAULT_METHOD, make_method
 from hf_coefsfl.protocol.loss import LossSpec
+from tests.support.federated import rounds, trainer
 from tests.support.toy import CAUSAL, CLASSIFICATION, REGRESSION, SPANS, TOKENS, toy_sides
 from tests.support.walk import assert_close, same, trained, trained_by_hand
 
@@ -47,3 +50,20 @@ def test_titles() -> None:
     with pytest.raises(ValueError, match="0 makes CoeF-W gradient reuse"):
         make_method("coef_w", {"compensation_factor": -1.0})
     assert make_method("coef_w").defaults_of_run(8) == "CoeF-W: λ = 3000 b/32 = 750 for batches of b = 8."
+
+
+def test_the_clients_loss_is_that_of_the_gradient_it_followed(tmp_path: Path) -> None:
+    """More passes of the server, which learns with each, do not make the client's loss smaller."""
+    ends = []
+    for passes in (1, 2, 8):
+        run = trainer(
+            tmp_path / str(passes),
+            method="coef_w",
+            method_kwargs={"server_passes": passes},
+            num_rounds=1,
+            warmup_rounds=0,
+        )
+        run.train()
+        ends.append((rounds(run)[0], run))
+    assert len({entry["client_loss"] for entry, _ in ends}) == 1
+    assert len({entry["server_loss"] for entry, _ in ends}) == 3

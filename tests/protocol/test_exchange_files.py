@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from hf_coefsfl.protocol import wire
 from hf_coefsfl.protocol.messages import Feedback
 from hf_coefsfl.protocol.packing import Exchange, Store
+from hf_coefsfl.protocol.wire import write_exchange
 from tests.support.federated import same, weights
 from tests.support.packed import MIXED, packed, texts_run, values
 
@@ -71,3 +73,11 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
     store._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
     with pytest.raises(OSError, match="space"):
         store.place(values())
+
+
+def test_more_batches_than_can_be_read_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = Exchange.of([Feedback(torch.zeros(1, 2, 4)) for _ in range(9)], Store())
+    monkeypatch.setattr(wire, "_MOST_HEADER", 1000)
+    with pytest.raises(ValueError, match=r"9 batches are too many for one exchange: .* Raise per_device_train_batch_s"):
+        write_exchange(exchange, tmp_path / "file")
+    assert not (tmp_path / "file").exists()

@@ -237,3 +237,28 @@ def test_a_finished_run_without_checkpoints_is_not_begun_again_with_more_rounds(
     finished(tmp_path, save_strategy="no")
     with pytest.raises(RunRefused, match="holds a run already"):
         trainer(tmp_path, **SAVED | {"save_strategy": "no", "num_rounds": 3}).train(resume_from_checkpoint="last")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"method": "gas"}, {"adapter_codec": "int8"}, {"keep_server_optimizer": True}],
+    ids=lambda c: next(iter(c)),
+)
+def test_training_again_begins_with_the_state_of_a_new_run(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Not with the statistics, residuals or optimizer of the run before; the weights go on."""
+    run = trainer(tmp_path, **SAVED | changes)
+    assert run.rounds is not None
+    states: list[dict[str, Any]] = []
+    start = {name: t.clone() for name, t in run.rounds.state_dict().items()}
+    run.train()
+    left = run.rounds.state_dict()
+    assert left.keys() != start.keys() or not same(left, start)
+
+    class Noted(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            states.append({name: t.clone() for name, t in run.rounds.state_dict().items()} if run.rounds else {})
+
+    run.add_callback(Noted())
+    trained = weights(run)
+    run.train()
+    assert states[0].keys() == start.keys() and same(states[0], start) and not same(trained, weights(run))
