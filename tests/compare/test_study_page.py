@@ -112,16 +112,34 @@ def after(result: Result, rounds: int, seeds: int) -> str:
     return scores(tuple(points), stdev(points) if len(points) > 1 else None, seeds)
 
 
-@pytest.mark.parametrize("corner", ["vanilla SFL, rounds", "digits, rounds"])
+LONGER = {
+    "digits, rounds": ("Digits", 8),
+    "20 Newsgroups, rounds": ("20 Newsgroups", 3),
+    "CIFAR-100 part, rounds": ("CIFAR-100 part", 3),
+}
+
+
+@pytest.mark.parametrize("corner", LONGER)
 def test_scores_of_longer_runs_are_those_of_the_archive(corner: str) -> None:
-    wrong = {}
+    wrong, (task, seeds) = {}, LONGER[corner]
     for row, cells in named(corner).items():
-        rounds = int(row.rsplit(maxsplit=1)[-1])
-        for heading, text in cells.items():
-            if corner.startswith("digits"):
-                expected = after(results(PLATEAU)[f"Digits, {row.split(',')[0]}", heading], rounds, 8)
-            else:
-                expected = after(results(PLATEAU)[heading, "Vanilla SFL"], rounds, 1)
+        split, rounds = row.split(", ")
+        for method, text in cells.items():
+            expected = after(results(PLATEAU)[f"{task}, {split}", method], int(rounds), seeds)
             if text != expected:
-                wrong[row, heading] = f"{text!r}, the archive has {expected!r}"
+                wrong[row, method] = f"{text!r}, the archive has {expected!r}"
     assert not wrong
+
+
+def test_vanillas_scores_of_longer_runs_are_those_of_the_archive() -> None:
+    wrong = {}
+    for row, cells in named("vanilla SFL, rounds").items():
+        for column, text in cells.items():
+            expected = after(results(PLATEAU)[column, "Vanilla SFL"], int(row.removeprefix("after ")), 1)
+            if text != expected:
+                wrong[row, column] = f"{text!r}, the archive has {expected!r}"
+    assert not wrong
+
+
+def test_the_plateau_is_complete() -> None:
+    assert not [place for place, result in results(PLATEAU).items() if not result.complete]
