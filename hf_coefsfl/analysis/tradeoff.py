@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _COLUMNS = 2  # of panels
 _FRONT: dict[str, Any] = {"color": "#999999", "linewidth": 6, "alpha": 0.35}
 _ALIKE = 1.01  # up to this ratio bytes count as the same: some methods send a few scalars more
+_CHARACTER = 0.015  # of the height of a panel, that one of a label takes
 _BESIDE = 1.025  # by what points with the same bytes stand apart
 
 
@@ -125,6 +126,9 @@ def _draw_front(axes: Axes, front: Sequence[Point]) -> None:
         )  # fmt: skip
     axes.set_xscale("log")
     axes.margins(x=0.3, y=0.16)
+    low, high = axes.get_ylim()
+    room = _CHARACTER * max((len(point.label) for point in front), default=0)
+    axes.set_ylim(low, high + max(room - 0.1, 0.0) * (high - low))  # of the margin, some is left for labels
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
