@@ -128,7 +128,7 @@ def run_coefsfl(words: list[str], output: str) -> None:
     if command == "train":
         rest = trained_small(rest[0], rest, output)
     elif command == "compare":  # the spec is read and checked, and so are the options
-        rest = [*rest, *([] if "--dry_run" in rest else ["--dry_run"])]
+        rest = [word for word in rest if word not in ("--dry_run", "--report_only")] + ["--dry_run"]
         if "--device_speed" in rest:  # counts the operations of every model; tests/compare has the figures
             rest = ["digits", *rest[1:]]
     elif command == "cost":
